@@ -1,0 +1,43 @@
+"""Shared switches of the suite: tensor signatures are checked at call time, memory is poisoned."""
+
+from jaxtyping import install_import_hook
+
+# Modules whose signatures take tensors or pixels. Bookkeeping in ints is pyright's business alone.
+install_import_hook(
+    [
+        "vitrail.ops",
+        "vitrail.layers",
+        "vitrail.models",
+        "vitrail.vision",
+        *(f"vitrail.attention.{m}" for m in ("backends", "chunked", "merge", "metadata")),
+        *(f"vitrail.cache.{m}" for m in ("kv_pool", "encoder_pool")),
+        *(f"vitrail.engine.{m}" for m in ("batch", "encode", "runner", "sampler", "llm")),
+        *(f"vitrail.weights.{m}" for m in ("load", "write")),
+    ],
+    "beartype.beartype",
+)
+
+import pytest  # noqa: E402
+import torch  # noqa: E402
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--nightly", action="store_true", help="also run what CI has no time for")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    no_gpu = pytest.mark.skip(reason="needs a CUDA device; torch sees none")
+    no_night = pytest.mark.skip(reason="longer than CI allows; run with --nightly")
+    for item in items:
+        if "gpu" in item.keywords and not torch.cuda.is_available():
+            item.add_marker(no_gpu)
+        if "nightly" in item.keywords and not config.getoption("--nightly"):
+            item.add_marker(no_night)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def poisoned_memory() -> None:
+    """`torch.empty` gives NaN, so that reading what nobody wrote is seen."""
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    torch.set_num_threads(1)  # threads that wait for each other cost more than they give

@@ -1,0 +1,147 @@
+"""The house's walls: who may import whom, read from ARCHITECTURE.md; what lives without torch."""
+
+import ast
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "vitrail"
+EMPTY_INITS = ("engine", "models", "vision", "attention", "cache")
+TORCH_FREE = (
+    "vitrail",
+    "vitrail.cli",
+    "vitrail.server.app",
+    "vitrail.models.registry",
+    "vitrail.models.kimi_vl.processor",
+    *(f"vitrail.vision.{m}" for m in ("image", "preprocess", "placeholders")),
+    *(f"vitrail.attention.{m}" for m in ("shape", "plan")),
+    *(f"vitrail.weights.{m}" for m in ("mapping", "sharding", "headers", "plan")),
+    *(
+        f"vitrail.engine.{m}"
+        for m in (
+            "answer",
+            "checkpoint",
+            "client",
+            "ipc",
+            "policy",
+            "prepare",
+            "request",
+            "scheduler",
+            "step",
+        )
+    ),
+    *(
+        f"vitrail.{p.parent.name}.{p.stem}"
+        for room in ("config", "tokenizer", "server", "cache")
+        for p in sorted((PACKAGE / room).glob("*.py"))
+        if not p.stem.endswith("_pool") and p.stem != "__init__"
+    ),
+)
+KERNEL_ONLY = {"triton", "cutlass"}
+KERNEL_HOMES = ("ops/", "attention/kernels/", "attention/backends/", "attention/compile.py")
+
+
+def allowed() -> dict[str, dict[str, set[str] | None]]:
+    """room -> room it may import -> the modules it may import of it (None: all)."""
+    table: dict[str, dict[str, set[str] | None]] = {}
+    for line in (ROOT / "ARCHITECTURE.md").read_text().splitlines():
+        cells = [c.strip() for c in line.split("|")]
+        if len(cells) != 4 or cells[1] in ("room", "---", ""):
+            continue
+        entries = re.findall(r"(\w+)(?:\[([^\]]*)\])?", cells[2])
+        table[cells[1]] = {
+            room: set(re.split(r",\s*", only)) if only else None for room, only in entries
+        }
+    return table
+
+
+def imports(path: Path) -> list[tuple[str, int]]:
+    """Every module that `path` imports anywhere, with the line."""
+    found = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found += [(alias.name, node.lineno) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            for alias in node.names:
+                module = f"{node.module}.{alias.name}"
+                is_module = (ROOT / (module.replace(".", "/") + ".py")).exists()
+                is_room = (ROOT / module.replace(".", "/")).is_dir()
+                found.append((module if is_module or is_room else str(node.module), node.lineno))
+    return found
+
+
+def breaches(path: Path, room: str, table: dict[str, dict[str, set[str] | None]]) -> list[str]:
+    bad = []
+    for module, line in imports(path):
+        parts = module.split(".")
+        if parts[0] != "vitrail" or len(parts) < 2 or parts[1] == room:
+            continue
+        rule = table[room].get(parts[1], "absent") if parts[1] in table[room] else "absent"
+        if rule == "absent" or (rule is not None and not (len(parts) > 2 and parts[2] in rule)):
+            bad.append(f"{path.relative_to(ROOT)}:{line} imports {module}")
+    return bad
+
+
+def test_every_import_follows_the_table():
+    table = allowed()
+    bad = []
+    for path in PACKAGE.rglob("*.py"):
+        relative = path.relative_to(PACKAGE)
+        room = relative.parts[0] if len(relative.parts) > 1 else relative.stem
+        if room in ("__init__", "__main__", "demo"):
+            continue
+        assert room in table, f"{relative}: room {room} is not in ARCHITECTURE.md"
+        bad += breaches(path, room, table)
+    assert not bad, "\n".join(bad)
+
+
+def test_the_table_is_acyclic():
+    table = allowed()
+    done: set[str] = set()
+    while len(done) < len(table):
+        ready = {r for r in table if r not in done and set(table[r]) <= done}
+        assert ready, f"cycle among {set(table) - done}"
+        done |= ready
+
+
+def test_a_breach_is_seen(tmp_path: Path):
+    bad = PACKAGE / "config" / "engine.py"
+    source = tmp_path / "engine.py"
+    source.write_text(bad.read_text() + "\n\ndef late():\n    from vitrail.cache import spec\n")
+    assert [m for m, _ in imports(source) if m.startswith("vitrail.cache")] == [
+        "vitrail.cache.spec"
+    ]
+
+
+@pytest.mark.parametrize("room", EMPTY_INITS)
+def test_init_imports_nothing(room: str):
+    assert not imports(PACKAGE / room / "__init__.py")
+
+
+def test_every_folder_says_what_it_owns():
+    for init in PACKAGE.rglob("__init__.py"):
+        doc = ast.get_docstring(ast.parse(init.read_text()))
+        assert len(doc or "") > 60, f"{init.relative_to(ROOT)} needs a docstring"
+
+
+def test_kernel_languages_stay_in_their_homes():
+    for path in PACKAGE.rglob("*.py"):
+        used = {m.split(".")[0] for m, _ in imports(path)} & KERNEL_ONLY
+        home = str(path.relative_to(PACKAGE)).startswith(KERNEL_HOMES)
+        assert not used or home, f"{path} imports {used}"
+
+
+def test_torch_free_modules_import_no_torch():
+    code = (
+        "import importlib, sys\n"
+        f"for name in {list(TORCH_FREE)!r}:\n"
+        "    importlib.import_module(name)\n"
+        "    assert 'torch' not in sys.modules, name\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
