@@ -1,0 +1,103 @@
+"""`EngineConfig`: every choice a user has about an engine, validated once and never changed.
+
+At most 24 fields (a test holds it); command-line flags are generated from it, so `help` metadata is
+the documentation. What can be derived is derived in a plan, not here.
+"""
+
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+from vitrail.config.finding import Finding
+
+Device = Literal["auto", "cpu", "cuda"]
+DTypeChoice = Literal["auto", "float32", "bfloat16", "float16"]
+Weights = Literal["checkpoint", "random"]
+
+GIB = 1 << 30
+
+
+def _opt(default: Any, text: str) -> Any:
+    return field(default=default, metadata={"help": text})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """Sizes in bytes, tokens or patches as each name says; None means: planned at start-up."""
+
+    model: str = field(metadata={"help": "checkpoint folder, or a hub id such as org/name"})
+    revision: str | None = _opt(None, "branch, tag or commit of a hub id")
+    device: Device = _opt("auto", "where the model runs; auto takes cuda if there is one")
+    dtype: DTypeChoice = _opt(
+        "auto", "weights and activations; auto takes the checkpoint's, float32 on a CPU"
+    )
+    weights: Weights = _opt("checkpoint", "random makes weights on the device, for speed tests")
+    seed: int = _opt(0, "seed of random weights and of requests that bring none")
+    max_model_len: int | None = _opt(None, "longest prompt + output, tokens; default the model's")
+    max_running: int = _opt(256, "requests computed at once")
+    max_waiting: int = _opt(4096, "requests queued before new ones get 503")
+    max_step_tokens: int = _opt(2048, "tokens computed in one step (prefill chunks + decodes)")
+    page_size: int = _opt(64, "tokens a page of the KV cache holds")
+    kv_cache_bytes: int | None = _opt(
+        None, "KV cache size; default 1 GiB on a CPU, what is left on a GPU"
+    )
+    memory_fraction: float = _opt(0.9, "share of the GPU's memory that the engine may use")
+    encoder_patches: int | None = _opt(
+        None, "image patches encoded in one step; default the largest image"
+    )
+    encoder_cache_bytes: int = _opt(GIB // 4, "cache of encoded images")
+    prefix_cache: bool = _opt(True, "reuse the KV of shared prompt prefixes")
+    step_ahead: bool = _opt(True, "launch a step before the previous one's tokens are read")
+    attention: str | None = _opt(None, "attention backend to prefer; default the plan's choice")
+    max_images: int = _opt(64, "images in one request")
+    max_image_pixels: int = _opt(64_000_000, "pixels of one image, from its header")
+    max_image_bytes: int = _opt(32 << 20, "encoded bytes of one image")
+    image_workers: int = _opt(2, "threads that decode and patch images")
+
+
+def validate(config: EngineConfig) -> list[Finding]:
+    """Every choice that no engine could honour, whatever the model."""
+    found: list[Finding] = []
+    minimum = {
+        "max_running": 1,
+        "max_waiting": 1,
+        "max_step_tokens": 1,
+        "page_size": 1,
+        "encoder_cache_bytes": 0,
+        "max_images": 0,
+        "max_image_pixels": 1,
+        "max_image_bytes": 1,
+        "image_workers": 1,
+        "seed": 0,
+        "max_model_len": 2,
+        "kv_cache_bytes": 1,
+        "encoder_patches": 1,
+    }
+    for name, value in asdict(config).items():
+        if name in minimum and value is not None and value < minimum[name]:
+            found.append(
+                Finding(
+                    where=name,
+                    saw=str(value),
+                    rule=f"at least {minimum[name]}",
+                    change=f"pass --{name.replace('_', '-')} {minimum[name]} or more",
+                )
+            )
+    if not 0 < config.memory_fraction <= 1:
+        found.append(
+            Finding(
+                where="memory_fraction",
+                saw=str(config.memory_fraction),
+                rule="above 0, at most 1",
+                change="pass --memory-fraction 0.9",
+            )
+        )
+    if config.page_size > 256:
+        found.append(
+            Finding(
+                where="page_size",
+                saw=str(config.page_size),
+                rule="1 to 256 tokens",
+                change="pass --page-size 64",
+            )
+        )
+    return found

@@ -1,0 +1,48 @@
+"""Every environment variable that Vitrail reads. A malformed value is an error, never ignored.
+`tests/test_limits.py` freezes the list; nothing else in the package reads the environment."""
+
+import os
+from dataclasses import dataclass
+from typing import Literal
+
+from vitrail.config.finding import Finding, Refused
+
+NAMES = ("VITRAIL_LOG", "VITRAIL_API_KEY", "VITRAIL_CACHE")
+LogLevel = Literal["debug", "info", "warning", "error"]
+_LEVELS: tuple[LogLevel, ...] = ("debug", "info", "warning", "error")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Env:
+    """`log`: log level; `api_key`: required bearer key of the server, if set; `cache`: folder for
+    compiled kernels and downloads' metadata."""
+
+    log: LogLevel
+    api_key: str | None
+    cache: str
+
+
+def read_env() -> Env:
+    """Read once, at a process's entry point."""
+    log = os.environ.get("VITRAIL_LOG", "info").lower()
+    if log not in _LEVELS:
+        raise Refused(
+            Finding(
+                where="VITRAIL_LOG",
+                saw=repr(log),
+                rule=f"one of {', '.join(_LEVELS)}",
+                change="set it to one of these or unset it",
+            )
+        )
+    key = os.environ.get("VITRAIL_API_KEY")
+    if key is not None and (not key or not key.isascii()):
+        raise Refused(
+            Finding(
+                where="VITRAIL_API_KEY",
+                saw="an empty or non-ASCII key",
+                rule="a key is at least one ASCII character",
+                change="set a key or unset the variable",
+            )
+        )
+    cache = os.environ.get("VITRAIL_CACHE", os.path.join(os.path.expanduser("~"), ".cache/vitrail"))
+    return Env(log=log, api_key=key, cache=cache)

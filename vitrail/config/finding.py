@@ -1,0 +1,50 @@
+"""`Finding`: why something cannot be done, in three parts; `Refused`: the error that carries them.
+
+Plans return findings; an edge (HTTP, command line, offline API) turns them into an error. The
+sentence is written once, where the rule lives."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal, TypeVar
+
+Severity = Literal["error", "warning"]
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """One reason. `where` names the field, tensor or file; `saw` what was asked, with its numbers;
+    `rule` what must hold; `change` what to do about it. `code` is a stable machine-readable
+    word."""
+
+    where: str
+    saw: str
+    rule: str
+    change: str
+    code: str = "invalid_value"
+    severity: Severity = "error"
+
+    def __str__(self) -> str:
+        return f"{self.where}: {self.saw}. Rule: {self.rule}. Change: {self.change}."
+
+
+class Refused(ValueError):
+    """Raised where a refusal meets a caller. Holds every finding, not only the first."""
+
+    def __init__(self, findings: Finding | Iterable[Finding]):
+        self.findings: tuple[Finding, ...] = (
+            (findings,) if isinstance(findings, Finding) else tuple(findings)
+        )
+        super().__init__("\n".join(str(f) for f in self.findings))
+
+
+def errors(findings: Iterable[Finding]) -> list[Finding]:
+    """Those findings that forbid, without the warnings."""
+    return [f for f in findings if f.severity == "error"]
+
+
+def accept(planned: T | Sequence[Finding]) -> T:
+    """The plan, or `Refused` with the findings that forbid it."""
+    if isinstance(planned, list | tuple) and all(isinstance(f, Finding) for f in planned):
+        raise Refused(planned)
+    return planned  # pyright: ignore[reportReturnType]

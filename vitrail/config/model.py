@@ -1,0 +1,103 @@
+"""What a checkpoint is: frozen facts of the architectures we serve, independent of their file
+format.
+
+Units: sizes in elements, lengths in tokens, vision sizes in patches. Sources: facts of each model
+as its authors publish them; where engines disagree, the field says so."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+DType = Literal["float32", "bfloat16", "float16"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RopeConfig:
+    """Rotary embedding of `dim` channels. `interleaved`: pairs are (2i, 2i+1), else (i, i +
+    dim/2)."""
+
+    theta: float
+    dim: int
+    interleaved: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MlaConfig:
+    """Multi-head latent attention. `kv_norm_eps` is its own fact: the authors' code uses 1e-6 where
+    some engines use the model's rms_norm_eps."""
+
+    kv_lora_rank: int
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    v_head_dim: int
+    kv_norm_eps: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MoeConfig:
+    """Routed experts with sigmoid scores; a bias decides the choice, never the weight.
+    Layers below `first_moe_layer` are dense. Shared experts form one MLP of
+    `num_shared * intermediate_size`."""
+
+    num_experts: int
+    top_k: int
+    intermediate_size: int
+    num_shared: int
+    routed_scaling: float
+    normalize: bool
+    first_moe_layer: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextConfig:
+    """A decoder. With `mla` set, `head_dim` is nope + rope and `num_kv_heads` equals
+    `num_heads`."""
+
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    rms_eps: float
+    rope: RopeConfig
+    max_position: int
+    tie_embeddings: bool
+    mla: MlaConfig | None
+    moe: MoeConfig | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MoonVitConfig:
+    """Kimi-VL's native-resolution vision tower. `pos_height` x `pos_width` is the learned position
+    table, resized bicubically to each image's grid; `merge` patches a side become one token."""
+
+    patch_size: int
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    intermediate_size: int
+    pos_height: int
+    pos_width: int
+    merge: int
+    layer_norm_eps: float = 1e-5
+    rope_theta: float = 10000.0
+
+    @property
+    def head_dim(self) -> int:
+        return self.hidden_size // self.num_heads
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    """A whole checkpoint. `image_token_id` marks image positions in a prompt; it is never sampled.
+    `eos_token_ids` is the union of config.json, generation_config.json and the model's turn end."""
+
+    architecture: str
+    dtype: DType
+    text: TextConfig
+    vision: MoonVitConfig | None
+    image_token_id: int | None
+    eos_token_ids: tuple[int, ...]
+    bos_token_id: int | None
+    pad_token_id: int | None

@@ -1,0 +1,157 @@
+"""Strict reading of a checkpoint's JSON: every key is read with a type, asserted, or listed as
+ignored; what is left over is a finding. Knows JSON and findings, no architecture."""
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TypeVar, cast
+
+from vitrail.config.finding import Finding
+
+T = TypeVar("T", int, float, str, bool)
+Json = dict[str, object]
+_MISSING = object()
+
+
+def load_json(path: Path) -> Json:
+    """The JSON object in `path`. Raises `Refused` for a missing file, bad JSON or another type."""
+    from vitrail.config.finding import Refused
+
+    def refuse(saw: str) -> Refused:
+        return Refused(
+            Finding(
+                where=path.name,
+                saw=saw,
+                rule="a checkpoint's configuration is one JSON object",
+                change="check that the model folder is complete",
+                code="bad_checkpoint",
+            )
+        )
+
+    if not path.is_file():
+        raise refuse(f"no such file in {path.parent}")
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise refuse(f"not JSON ({error})") from error
+    if not isinstance(value, dict):
+        raise refuse(f"a {type(value).__name__}")
+    return cast(Json, value)
+
+
+class Keys:
+    """A JSON object being consumed. Owns which keys were read; collects findings instead of
+    raising, so that one reading reports everything. Call `finish` last: unread keys become
+    findings."""
+
+    def __init__(self, data: Json, where: str):
+        self._data = data
+        self._where = where
+        self._seen: set[str] = set()
+        self.findings: list[Finding] = []
+
+    def _find(self, key: str, saw: str, rule: str, change: str, code: str = "bad_config") -> None:
+        self.findings.append(
+            Finding(where=f"{self._where}: {key}", saw=saw, rule=rule, change=change, code=code)
+        )
+
+    def has(self, key: str) -> bool:
+        """Whether `key` is there with a value other than null."""
+        return self._data.get(key) is not None
+
+    def take(self, key: str, kind: type[T], default: T | None = None) -> T:
+        """`key` as `kind` (an int is accepted for a float; a bool is never an int). A missing or
+        null key gives `default`; without one, a finding and the type's zero."""
+        self._seen.add(key)
+        value = self._data.get(key, _MISSING)
+        if value is _MISSING or value is None:
+            if default is None:
+                self._find(
+                    key,
+                    "missing" if value is _MISSING else "null",
+                    f"the key must be a {kind.__name__}",
+                    "restore it from the published config.json",
+                )
+                return kind()
+            return default
+        if kind is float and isinstance(value, int) and not isinstance(value, bool):
+            return kind(value)
+        if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+            self._find(
+                key,
+                f"{value!r}, a {type(value).__name__}",
+                f"the key must be a {kind.__name__}",
+                "restore it from the published config.json",
+            )
+            return kind()
+        return value
+
+    def take_optional(self, key: str, kind: type[T]) -> T | None:
+        """`key` as `kind`, or None where it is missing or null."""
+        if not self.has(key):
+            self._seen.add(key)
+            return None
+        return self.take(key, kind)
+
+    def take_ints(self, key: str) -> tuple[int, ...]:
+        """`key` as a tuple of ints: an int, a list of ints; missing or null is empty."""
+        self._seen.add(key)
+        value = self._data.get(key)
+        if value is None:
+            return ()
+        items = cast(list[object], value) if isinstance(value, list) else [value]
+        if all(isinstance(i, int) and not isinstance(i, bool) for i in items):
+            return tuple(cast(list[int], items))
+        self._find(key, f"{value!r}", "an int or a list of ints", "restore the published value")
+        return ()
+
+    def child(self, key: str) -> "Keys":
+        """The object under `key`; its findings are collected by `finish` of the child."""
+        self._seen.add(key)
+        value = self._data.get(key)
+        if not isinstance(value, dict):
+            self._find(
+                key,
+                "missing" if value is None else f"a {type(value).__name__}",
+                "the key must be an object",
+                "restore it from the published config.json",
+            )
+            value = {}
+        child = Keys(cast(Json, value), f"{self._where}: {key}")
+        child.findings = self.findings
+        return child
+
+    def expect(self, key: str, *allowed: object) -> None:
+        """Assert that `key`, where present, has one of `allowed` values: we compute nothing
+        else."""
+        self._seen.add(key)
+        if key in self._data and self._data[key] not in allowed:
+            self._find(
+                key,
+                f"{self._data[key]!r}",
+                f"only {' or '.join(repr(a) for a in allowed)} is implemented",
+                "use a checkpoint without it, or add it to the model",
+                "unsupported_config",
+            )
+
+    def require(self, key: str, value: object) -> None:
+        """Assert that `key` is there with this `value`: its default would be another."""
+        if key not in self._data:
+            self._find(key, "missing", f"the key must be {value!r}", "restore the published value")
+        self.expect(key, value)
+
+    def ignore(self, keys: Iterable[str]) -> None:
+        """Keys that do not change what we compute, ignored on purpose."""
+        self._seen.update(keys)
+
+    def finish(self) -> None:
+        """Turn every key that nobody read into a finding."""
+        for key in self._data:
+            if key not in self._seen:
+                self._find(
+                    key,
+                    f"unknown key with value {self._data[key]!r:.80}",
+                    "every key is read, asserted or listed as ignored",
+                    "remove it if it is yours, or teach the model's reader what it means",
+                    "unknown_key",
+                )
