@@ -1,0 +1,170 @@
+"""Executes a `LoadPlan`: fills a module built on the meta device, by slices, on one device. Decides
+nothing; what could be wrong with names and shapes was refused in the plan."""
+
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from itertools import groupby
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from jaxtyping import Shaped
+from safetensors import safe_open
+from torch import Tensor, nn
+
+from vitrail.config.finding import Finding, Refused
+from vitrail.weights.mapping import Box, Init, Names, WeightMap, extents
+from vitrail.weights.plan import LoadPlan, ParameterSpec, Read
+
+Progress = Callable[[int, int, str], None]  # bytes done, bytes in all, tensor
+
+
+def parameters_of(module: nn.Module) -> dict[str, ParameterSpec]:
+    """Every parameter by name, a tied one under each of its names. A persistent buffer is a mistake
+    of the module: nothing would fill it."""
+    persistent = set(module.state_dict()) - {n for n, _ in _named(module)}
+    assert not persistent, f"persistent buffers are neither loaded nor computed: {persistent}"
+    return {name: ParameterSpec(tuple(p.shape), dtype_name(p.dtype)) for name, p in _named(module)}
+
+
+def load(
+    plan: LoadPlan,
+    module: nn.Module,
+    folder: Path,
+    device: torch.device,
+    progress: Progress | None = None,
+) -> None:
+    """Replace every meta parameter of `module` by one on `device` filled from `folder`. Parameters
+    keep the dtype the module gave them. Raises `Refused` where a tied tensor is stored with other
+    values. Each file is opened once, each read is one slice."""
+    found = parameters_of(module)
+    assert found == plan.parameters, _difference(found, plan.parameters)
+    tensors = _materialize(module, dict(plan.ties), device)
+    done, total = 0, plan.read_bytes
+    for read, value in _values(plan.reads, folder):
+        _box(tensors[read.parameter], read.target).copy_(value)
+        done += read.num_bytes
+        if progress is not None:
+            progress(done, total, read.tensor)
+    for read, value in _values(plan.checks, folder):
+        _check_tied(read, value, tensors[read.parameter])
+        done += read.num_bytes
+        if progress is not None:
+            progress(done, total, read.tensor)
+    _settle(module, device)
+
+
+def randomize(
+    weight_map: WeightMap,
+    module: nn.Module,
+    device: torch.device,
+    seed: int,
+    std: float = 0.02,
+) -> None:
+    """Fill `module` with random weights made on `device`, as the map's rows say they are drawn."""
+    ties = {tie.parameter: tie.to for tie in weight_map.ties}
+    inits = initial(weight_map, parameters_of(module))
+    for name, tensor in _materialize(module, ties, device).items():
+        if name not in ties:
+            draw(tensor, name, inits[name], seed, std)
+    _settle(module, device)
+
+
+def initial(weight_map: WeightMap, names: Mapping[str, ParameterSpec]) -> dict[str, Init]:
+    """How each parameter that is not tied is drawn; asserts that the map knows it."""
+    lookup, tied = Names(weight_map), {tie.parameter for tie in weight_map.ties}
+    found: dict[str, Init] = {}
+    for name in names:
+        match = lookup.match_parameter(name)
+        assert match is not None or name in tied, f"no row of the map fills {name}"
+        if match is not None:
+            found[name] = weight_map.rows[match.row].init
+    return found
+
+
+def draw(tensor: Shaped[Tensor, "..."], name: str, init: Init, seed: int, std: float) -> None:
+    """Fill in place. The values depend on name and seed, never on what else is drawn."""
+    if init == "normal":
+        generator = torch.Generator(tensor.device)
+        generator.manual_seed(zlib.crc32(f"{seed} {name}".encode()))
+        tensor.normal_(0.0, std, generator=generator)
+    else:
+        tensor.fill_(1.0 if init == "ones" else 0.0)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """`torch.bfloat16` -> "bfloat16"."""
+    return str(dtype).removeprefix("torch.")
+
+
+def _named(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    return list(module.named_parameters(remove_duplicate=False))
+
+
+def _materialize(
+    module: nn.Module, ties: Mapping[str, str], device: torch.device
+) -> dict[str, Tensor]:
+    """Unwritten parameters in place of the meta ones; tied names hold one and the same."""
+    made = {
+        # not empty_like: of a meta tensor it imports sympy, a second of every start
+        name: nn.Parameter(
+            torch.empty(meta.shape, dtype=meta.dtype, device=device), requires_grad=False
+        )
+        for name, meta in _named(module)
+        if name not in ties
+    }
+    made |= {name: made[to] for name, to in ties.items()}
+    for name, parameter in made.items():
+        owner, _, leaf = name.rpartition(".")
+        module.get_submodule(owner).register_parameter(leaf, parameter)
+    return {name: parameter.data for name, parameter in made.items()}
+
+
+def _settle(module: nn.Module, device: torch.device) -> None:
+    """Computed buffers follow the parameters; nothing stays without memory."""
+    meta = [name for name, buffer in module.named_buffers() if buffer.is_meta]
+    assert not meta, f"computed buffers must be made on a real device: {meta}"
+    module.to(device)
+    assert not any(p.is_meta for p in module.parameters()), "a parameter was left on meta"
+
+
+def _values(reads: tuple[Read, ...], folder: Path) -> Iterator[tuple[Read, Tensor]]:
+    """Each read with its value, shaped like its target, in host memory that may be the file's."""
+    for file, group in groupby(reads, key=lambda read: read.file):
+        with cast(Any, safe_open(folder / file, framework="pt", device="cpu")) as opened:
+            for read in group:
+                yield read, _value(opened, read)
+
+
+def _value(opened: Any, read: Read) -> Shaped[Tensor, "..."]:
+    if read.whole:
+        value = cast(Tensor, opened.get_tensor(read.tensor))
+    else:
+        box = tuple(slice(start, stop) for start, stop in read.source)
+        value = cast(Tensor, opened.get_slice(read.tensor)[box])
+    return value.permute(read.order).reshape(extents(read.target))
+
+
+def _box(tensor: Shaped[Tensor, "..."], box: Box) -> Shaped[Tensor, "..."]:
+    return tensor[tuple(slice(start, stop) for start, stop in box)]
+
+
+def _check_tied(read: Read, value: Shaped[Tensor, "..."], tied: Shaped[Tensor, "..."]) -> None:
+    loaded = _box(tied, read.target)
+    differing = int((value.to(loaded.device, loaded.dtype) != loaded).sum())
+    if differing:
+        raise Refused(
+            Finding(
+                where=f"{read.file}: {read.tensor}",
+                saw=f"{differing} of {loaded.numel()} values differ from {read.parameter}, "
+                "to which config.json ties it",
+                rule="a tied tensor that is stored all the same has the same values",
+                change="set tie_word_embeddings to false, or remove the tensor",
+                code="tied_tensor_differs",
+            )
+        )
+
+
+def _difference(have: Mapping[str, ParameterSpec], want: Mapping[str, ParameterSpec]) -> str:
+    names = sorted(n for n in have.keys() | want.keys() if have.get(n) != want.get(n))
+    return f"module and plan differ: {[(n, have.get(n), want.get(n)) for n in names[:5]]}"

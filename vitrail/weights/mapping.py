@@ -1,0 +1,396 @@
+"""`WeightMap`: a model's declaration of which checkpoint tensor fills which parameter, and where.
+
+A row states, for the *whole* shapes of its parameters, which tensors the checkpoint must hold,
+their shapes, and which box of each goes to which box of which parameter. Reading a checkpoint and
+writing one are the same statement in two directions, so there is only one method per row. Knows
+no files, no dtypes, no tensors; how a parameter is cut over ranks is `sharding`'s.
+
+Names are patterns with holes: `blocks.{block}.wo.weight` matches any decimal index. Both sides of a
+row have the same holes, except that an `Experts` row numbers its `{expert}` itself.
+"""
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal, NamedTuple
+
+from vitrail.weights.sharding import Replicate, Rule, Shape
+
+Box = tuple[tuple[int, int], ...]  # [start, stop) along each dim
+Init = Literal["normal", "ones", "zeros"]
+Holes = tuple[tuple[str, str], ...]  # (hole, index), sorted by hole
+
+_HOLE = re.compile(r"\{(\w+)\}")
+_INDEX = re.compile(r"\{\w+\}|[0-9]+")
+
+
+class Piece(NamedTuple):
+    """Box `source` of a checkpoint tensor fills box `place` of parameter `target` (an index into
+    the row's parameters). `axes[d]` is the source dim that `place`'s dim d walks along; None
+    where there is none: a stacked dim (extent 1) or the flattening of several."""
+
+    source: Box
+    target: int
+    place: Box
+    axes: tuple[int | None, ...]
+
+    @property
+    def order(self) -> tuple[int, ...]:
+        """The source's dims in the order in which `place` walks them, flattened ones last."""
+        listed = [axis for axis in self.axes if axis is not None]
+        return (*listed, *(axis for axis in range(len(self.source)) if axis not in listed))
+
+
+class Source(NamedTuple):
+    """A tensor the checkpoint must hold: name pattern, shape, and where its elements go."""
+
+    checkpoint: str
+    shape: Shape
+    pieces: tuple[Piece, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _OneToOne:
+    checkpoint: str
+    parameter: str
+    shard: Rule = Replicate()
+    init: Init = "normal"
+
+    @property
+    def checkpoints(self) -> tuple[str, ...]:
+        return (self.checkpoint,)
+
+    @property
+    def parameters(self) -> tuple[str, ...]:
+        return (self.parameter,)
+
+    @property
+    def rules(self) -> tuple[Rule, ...]:
+        return (self.shard,)
+
+
+@dataclass(frozen=True, slots=True)
+class Copy(_OneToOne):
+    """The tensor is the parameter."""
+
+    def sources(self, shapes: tuple[Shape, ...]) -> tuple[Source, ...]:
+        (shape,) = shapes
+        piece = Piece(whole(shape), 0, whole(shape), tuple(range(len(shape))))
+        return (Source(self.checkpoint, shape, (piece,)),)
+
+
+@dataclass(frozen=True, slots=True)
+class Transpose(_OneToOne):
+    """The tensor with its two last dims swapped is the parameter."""
+
+    def sources(self, shapes: tuple[Shape, ...]) -> tuple[Source, ...]:
+        (shape,) = shapes
+        assert len(shape) >= 2, f"{self.parameter}: {list(shape)} has no two dims to swap"
+        *lead, a, b = range(len(shape))
+        axes = (*lead, b, a)
+        stored = tuple(shape[axis] for axis in axes)
+        piece = Piece(whole(stored), 0, whole(shape), axes)
+        return (Source(self.checkpoint, stored, (piece,)),)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Flatten(_OneToOne):
+    """A convolution over whole patches as a linear layer: the tensor [out, *inner] in row-major
+    order is the parameter [out, prod(inner)]. It can be sharded along dim 0 only."""
+
+    inner: Shape
+
+    def sources(self, shapes: tuple[Shape, ...]) -> tuple[Source, ...]:
+        (shape,) = shapes
+        flat = numel(self.inner)
+        assert shape[1:] == (flat,), f"{self.parameter}: {list(shape)} is not [out, {flat}]"
+        stored = (shape[0], *self.inner)
+        return (
+            Source(self.checkpoint, stored, (Piece(whole(stored), 0, whole(shape), (0, None)),)),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _ManyToOne:
+    checkpoints: tuple[str, ...]
+    parameter: str
+    dim: int = 0
+    sizes: tuple[int, ...] = ()
+    shard: Rule = Replicate()
+    init: Init = "normal"
+
+    @property
+    def parameters(self) -> tuple[str, ...]:
+        return (self.parameter,)
+
+    @property
+    def rules(self) -> tuple[Rule, ...]:
+        return (self.shard,)
+
+    def parts(self, extent: int) -> tuple[tuple[int, int], ...]:
+        """The interval of each checkpoint tensor along the fused dim of `extent`."""
+        count = len(self.checkpoints)
+        sizes = self.sizes or (extent // count,) * count
+        fits = len(sizes) == count and sum(sizes) == extent
+        assert fits, f"{self.parameter}: {extent} along dim {self.dim} is not parts of {sizes}"
+        return intervals(sizes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fuse(_ManyToOne):
+    """The tensors concatenated along `dim` are the parameter. `sizes` are their extents along
+    `dim`; empty: they are equal."""
+
+    def sources(self, shapes: tuple[Shape, ...]) -> tuple[Source, ...]:
+        (shape,) = shapes
+        found: list[Source] = []
+        for checkpoint, part in zip(self.checkpoints, self.parts(shape[self.dim]), strict=True):
+            place = with_interval(whole(shape), self.dim, part)
+            stored = extents(place)
+            piece = Piece(whole(stored), 0, place, tuple(range(len(shape))))
+            found.append(Source(checkpoint, stored, (piece,)))
+        return tuple(found)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Experts(_ManyToOne):
+    """Tensors of `num_experts` experts stacked on a new dim 0; where several are named they are
+    first fused along `dim` *of one expert's tensor*: gate [I, H] and up [I, H] -> [E, 2 I, H]."""
+
+    num_experts: int
+
+    def sources(self, shapes: tuple[Shape, ...]) -> tuple[Source, ...]:
+        (shape,) = shapes
+        assert shape[0] == self.num_experts, (
+            f"{self.parameter}: {list(shape)} for {self.num_experts} experts"
+        )
+        dim = self.dim + 1
+        axes = (None, *range(len(shape) - 1))
+        found: list[Source] = []
+        for expert in range(self.num_experts):
+            row = with_interval(whole(shape), 0, (expert, expert + 1))
+            for checkpoint, part in zip(self.checkpoints, self.parts(shape[dim]), strict=True):
+                place = with_interval(row, dim, part)
+                stored = extents(place)[1:]
+                name = checkpoint.replace("{expert}", str(expert))
+                found.append(Source(name, stored, (Piece(whole(stored), 0, place, axes),)))
+        return tuple(found)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Split:
+    """One tensor cut along `dim` into several parameters, in order. With `groups` > 1 the tensor is
+    that many groups, each holding every parameter's share in turn (kv_b_proj: per head k, then v):
+
+        tensor | k0 v0 | k1 v1 |  ->  k | k0 k1 |   v | v0 v1 |
+    """
+
+    checkpoint: str
+    parameters: tuple[str, ...]
+    dim: int = 0
+    groups: int = 1
+    shards: tuple[Rule, ...] = ()
+    init: Init = "normal"
+
+    @property
+    def checkpoints(self) -> tuple[str, ...]:
+        return (self.checkpoint,)
+
+    @property
+    def rules(self) -> tuple[Rule, ...]:
+        return self.shards or (Replicate(),) * len(self.parameters)
+
+    def sources(self, shapes: tuple[Shape, ...]) -> tuple[Source, ...]:
+        dim, axes = self.dim, tuple(range(len(shapes[0])))
+        for shape in shapes:
+            assert shape[dim] % self.groups == 0, (
+                f"{self.parameters}: {shapes}, {self.groups} groups"
+            )
+        shares = [shape[dim] // self.groups for shape in shapes]
+        stored = (*shapes[0][:dim], sum(shares) * self.groups, *shapes[0][dim + 1 :])
+        pieces: list[Piece] = []
+        start = 0
+        for group in range(self.groups):
+            for target, (shape, share) in enumerate(zip(shapes, shares, strict=True)):
+                taken = with_interval(whole(shape), dim, (start, start + share))
+                place = with_interval(whole(shape), dim, (group * share, (group + 1) * share))
+                pieces.append(Piece(taken, target, place, axes))
+                start += share
+        return (Source(self.checkpoint, stored, tuple(pieces)),)
+
+
+Row = Copy | Transpose | Flatten | Fuse | Experts | Split
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tie:
+    """`parameter` is the very tensor of parameter `to`. Where the checkpoint holds `checkpoint`
+    all the same, loading compares it with `to`: equal is a warning, different is refused."""
+
+    parameter: str
+    to: str
+    checkpoint: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Ignore:
+    """Checkpoint tensors that are not loaded on purpose. A trailing `*` matches any rest of a name.
+    Wins over every row."""
+
+    checkpoint: str
+    why: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Alias:
+    """Another writer's naming: names that no row knows and that start with `prefix` are read as
+    if they started with `means`. The longest prefix wins."""
+
+    prefix: str
+    means: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightMap:
+    """The whole declaration. Every row has `checkpoints` and `parameters` (patterns), `rules`
+    (one for each parameter), `init` (how random weights are drawn) and `sources(shapes)`: the
+    tensors that fill parameters of these whole shapes. Asserts that it is well formed; whether a
+    checkpoint and a model agree with it is `plan.resolve`'s to find."""
+
+    rows: tuple[Row, ...]
+    ties: tuple[Tie, ...] = ()
+    ignored: tuple[Ignore, ...] = ()
+    aliases: tuple[Alias, ...] = ()
+
+    def __post_init__(self) -> None:
+        for row in self.rows:
+            holes = holes_of(row.parameters[0])
+            for pattern in row.parameters:
+                assert holes_of(pattern) == holes, f"{pattern}: holes differ within its row"
+            for pattern in row.checkpoints:
+                assert holes_of(pattern) - {"expert"} == holes - {"expert"}, (
+                    f"{pattern}: holes are not those of {row.parameters[0]}"
+                )
+            assert len(row.rules) == len(row.parameters), f"{row.parameters}: one rule for each"
+        for side in (
+            [p for row in self.rows for p in row.parameters] + [t.parameter for t in self.ties],
+            [c for row in self.rows for c in row.checkpoints],
+        ):
+            twice = sorted({p for p in side if side.count(p) > 1})
+            assert not twice, f"in two rows: {twice}"
+
+
+class Match(NamedTuple):
+    """A name matched row number `row` with these indices in the holes of the row's parameters."""
+
+    row: int
+    holes: Holes
+
+
+class Names:
+    """Looks names up in a map. Built once for each resolution; a lookup costs one dictionary
+    access."""
+
+    def __init__(self, weight_map: WeightMap):
+        self._map = weight_map
+        self._tensors = _index([row.checkpoints for row in weight_map.rows])
+        self._parameters = _index([row.parameters for row in weight_map.rows])
+        self._tied = {tie.checkpoint for tie in weight_map.ties}
+        self._aliases = sorted(weight_map.aliases, key=lambda alias: -len(alias.prefix))
+
+    def match_parameter(self, name: str) -> Match | None:
+        """The row that fills parameter `name`."""
+        return self._match(name, self._parameters)
+
+    def match_tensor(self, name: str) -> Match | None:
+        """The row that consumes checkpoint tensor `name`, unless it is ignored."""
+        return self._match(name, self._tensors)
+
+    def ignores(self, name: str) -> bool:
+        return any(_matcher(rule.checkpoint).fullmatch(name) for rule in self._map.ignored)
+
+    def canonical(self, name: str) -> str:
+        """The name as the rows spell it."""
+        if name in self._tied or self.match_tensor(name) is not None or self.ignores(name):
+            return name
+        for alias in self._aliases:
+            if name.startswith(alias.prefix):
+                return alias.means + name.removeprefix(alias.prefix)
+        return name
+
+    def _match(self, name: str, index: dict[str, list[tuple[int, str]]]) -> Match | None:
+        found: list[Match] = []
+        for row, pattern in index.get(template(name), ()):
+            match = _matcher(pattern).fullmatch(name)
+            if match is not None:
+                kept = holes_of(self._map.rows[row].parameters[0])
+                holes = sorted((k, v) for k, v in match.groupdict().items() if k in kept)
+                found.append(Match(row, tuple(holes)))
+        assert len(found) <= 1, f"{name} matches {len(found)} rows of the map"
+        return found[0] if found else None
+
+
+def template(name: str) -> str:
+    """A name or pattern with every index and hole as `#`."""
+    return _INDEX.sub("#", name)
+
+
+def filled(pattern: str, holes: Holes) -> str:
+    """`pattern` with its holes filled."""
+    for hole, index in holes:
+        pattern = pattern.replace("{" + hole + "}", index)
+    return pattern
+
+
+@lru_cache(maxsize=4096)
+def holes_of(pattern: str) -> frozenset[str]:
+    return frozenset(_HOLE.findall(pattern))
+
+
+@lru_cache(maxsize=4096)
+def _matcher(pattern: str) -> re.Pattern[str]:
+    """A hole is a decimal index without leading zeros, a trailing `*` anything."""
+    stem = pattern.removesuffix("*")
+    parts = _HOLE.split(stem)  # literal, hole, literal, ...
+    parts[::2] = map(re.escape, parts[::2])
+    parts[1::2] = [f"(?P<{hole}>0|[1-9][0-9]*)" for hole in parts[1::2]]
+    return re.compile("".join(parts) + (".*" if stem != pattern else ""))
+
+
+def _index(sides: Sequence[tuple[str, ...]]) -> dict[str, list[tuple[int, str]]]:
+    """Template -> (row number, pattern)s that may match."""
+    index: dict[str, list[tuple[int, str]]] = {}
+    for row, patterns in enumerate(sides):
+        for pattern in patterns:
+            index.setdefault(template(pattern), []).append((row, pattern))
+    return index
+
+
+def whole(shape: Shape) -> Box:
+    return tuple((0, extent) for extent in shape)
+
+
+def extents(box: Box) -> Shape:
+    return tuple(stop - start for start, stop in box)
+
+
+def with_interval(box: Box, dim: int, interval: tuple[int, int]) -> Box:
+    return (*box[:dim], interval, *box[dim + 1 :])
+
+
+def intervals(sizes: Iterable[int]) -> tuple[tuple[int, int], ...]:
+    """Consecutive intervals of `sizes` from 0."""
+    found: list[tuple[int, int]] = []
+    start = 0
+    for size in sizes:
+        found.append((start, start + size))
+        start += size
+    return tuple(found)
+
+
+def numel(shape: Iterable[int]) -> int:
+    count = 1
+    for extent in shape:
+        count *= extent
+    return count
