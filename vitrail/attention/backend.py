@@ -1,0 +1,69 @@
+"""What every attention backend implements, and the one door to the backend that a plan names.
+
+Legend: T packed queries, S packed keys, H query heads, K key heads, D head_dim, E head_dim_v,
+N pages, P page size, C latent rank + rotary channels, R latent rank."""
+
+from functools import cache
+from importlib import import_module
+from typing import NamedTuple, Protocol, runtime_checkable
+
+from jaxtyping import Float
+from torch import Tensor
+
+from vitrail.attention.metadata import PagedMetadata, VarlenMetadata
+from vitrail.attention.plan import BACKENDS, AttentionPlan
+
+
+class Attended(NamedTuple):
+    """`out` in the queries' dtype; `lse` fp32, natural log of the softmax denominator. A query that
+    sees no key has out 0 and lse -inf. A sink counts in the denominator alone: where a site has
+    one, `lse` includes it and is the sink itself for a query without keys."""
+
+    out: Float[Tensor, "T H E"]
+    lse: Float[Tensor, "T H"]
+
+
+@runtime_checkable
+class AttentionBackend(Protocol):
+    """Runs plans that name it. Every element of the result is written; nothing past a length is
+    read; nothing is asked of the device."""
+
+    def varlen(
+        self,
+        plan: AttentionPlan,
+        q_THD: Float[Tensor, "T H D"],
+        k_SKD: Float[Tensor, "S K D"],
+        v_SKE: Float[Tensor, "S K E"],
+        meta: VarlenMetadata,
+        sink_H: Float[Tensor, "H"] | None = None,
+    ) -> Attended:
+        """Encode and prefill phases: packed queries against packed keys."""
+        ...
+
+    def paged(
+        self,
+        plan: AttentionPlan,
+        q_THD: Float[Tensor, "T H D"],
+        k_NPKD: Float[Tensor, "N P K D"],
+        v_NPKE: Float[Tensor, "N P K E"],
+        meta: PagedMetadata,
+        sink_H: Float[Tensor, "H"] | None = None,
+    ) -> Attended:
+        """Extend and decode phases: keys and values in pages (any strides)."""
+        ...
+
+    def latent(
+        self,
+        plan: AttentionPlan,
+        q_THC: Float[Tensor, "T H C"],
+        cache_NPC: Float[Tensor, "N P C"],
+        meta: PagedMetadata,
+    ) -> Attended:
+        """Extend and decode over latent pages: out is in latent space, [T, H, R]."""
+        ...
+
+
+@cache
+def load_backend(name: str) -> AttentionBackend:
+    """`BACKEND` of the module that `BACKENDS` gives for a plan's `backend`; it has no state."""
+    return import_module(BACKENDS[name]).BACKEND

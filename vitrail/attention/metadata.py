@@ -1,0 +1,203 @@
+"""What a batch brings to an attention call: lengths and tables, prepared once a step from host
+ints.
+
+Legend: B sequences, B1 = B + 1, T packed queries, S packed keys, W pages a row of the block table,
+N pages, P page size, X the rest of a row. Host tuples travel beside their device tensors, so that
+no layer ever asks the device for a number."""
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+
+import torch
+from jaxtyping import Int, Shaped
+from torch import Tensor
+
+from vitrail.config.finding import Finding, Refused
+
+# Keys that a layer expands at once (expanded MLA prefill): bounds its workspace.
+CHUNK_TOKENS = 8192
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VarlenMetadata:
+    """Packed sequences without pages. `cu_q`, `cu_kv`: int32 [B+1] prefix sums of the lengths.
+    `q_starts[i]`: where sequence i's first query stands among its keys, counted from its first key:
+    kv_len - q_len where queries end with the keys; may be negative or past the keys."""
+
+    q_lens: tuple[int, ...]
+    kv_lens: tuple[int, ...]
+    q_starts: tuple[int, ...]
+    cu_q: Int[Tensor, "B1"]
+    cu_kv: Int[Tensor, "B1"]
+
+    @property
+    def batch(self) -> int:
+        return len(self.q_lens)
+
+    @property
+    def max_q_len(self) -> int:
+        return max(self.q_lens, default=0)
+
+    @property
+    def max_kv_len(self) -> int:
+        return max(self.kv_lens, default=0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KvChunk:
+    """A bounded piece of a batch's packed keys [seq 0's keys | seq 1's keys | ...], cut every so
+    many keys wherever that falls. `slots`: int64 [S], page * page_size + offset of each key of the
+    piece. It touches neighbouring sequences; their queries are packed rows [q_start, q_stop), and
+    `meta` describes these queries against these keys."""
+
+    slots: Int[Tensor, "S"]
+    q_start: int
+    q_stop: int
+    meta: VarlenMetadata
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PagedMetadata:
+    """Packed queries against keys in pages. A sequence's queries are its last `q_lens[i]` positions
+    of `kv_lens[i]` keys (the keys of this step's tokens are already written).
+    `block_table`: int32 [B, W], row i holds the page ids of sequence i; entries past its length are
+    never read. `cu_q`: int32 [B+1]; `kv_lens_dev`: int32 [B]. `chunks`: the same keys in bounded
+    pieces, for layers that expand them (`chunked.attend_chunks`); empty until `with_chunks`.
+    Raises `Refused` where a row of the table cannot hold its keys."""
+
+    page_size: int
+    q_lens: tuple[int, ...]
+    kv_lens: tuple[int, ...]
+    cu_q: Int[Tensor, "B1"]
+    kv_lens_dev: Int[Tensor, "B"]
+    block_table: Int[Tensor, "B W"]
+    chunks: tuple[KvChunk, ...] = ()
+
+    def __post_init__(self) -> None:
+        pages = self.block_table.shape[1]
+        capacity = pages * self.page_size
+        if self.max_kv_len > capacity:
+            raise Refused(
+                Finding(
+                    where=f"block_table row {row}",
+                    saw=f"{kv_len} keys in {pages} pages of {self.page_size}",
+                    rule=f"a row holds at most {capacity} keys",
+                    change="reserve pages before the step",
+                    code="block_table_too_short",
+                )
+                for row, kv_len in enumerate(self.kv_lens)
+                if kv_len > capacity
+            )
+
+    @property
+    def batch(self) -> int:
+        return len(self.q_lens)
+
+    @property
+    def max_q_len(self) -> int:
+        return max(self.q_lens, default=0)
+
+    @property
+    def max_kv_len(self) -> int:
+        return max(self.kv_lens, default=0)
+
+
+def varlen_metadata(
+    q_lens: Sequence[int],
+    device: torch.device,
+    kv_lens: Sequence[int] | None = None,
+    q_starts: Sequence[int] | None = None,
+) -> VarlenMetadata:
+    """Metadata of packed attention. Without `kv_lens`: self-attention. Without `q_starts`: queries
+    are the last positions of their keys."""
+    cu_q = prefix_sums(q_lens, device)
+    if kv_lens is None:
+        kv_lens, cu_kv = q_lens, cu_q
+    else:
+        cu_kv = prefix_sums(kv_lens, device)
+    if q_starts is None:
+        q_starts = [kv - q for q, kv in zip(q_lens, kv_lens, strict=True)]
+    return VarlenMetadata(
+        q_lens=tuple(q_lens),
+        kv_lens=tuple(kv_lens),
+        q_starts=tuple(q_starts),
+        cu_q=cu_q,
+        cu_kv=cu_kv,
+    )
+
+
+def paged_metadata(
+    page_size: int,
+    q_lens: Sequence[int],
+    kv_lens: Sequence[int],
+    block_table: Int[Tensor, "B W"],
+) -> PagedMetadata:
+    """Metadata of packed queries against pages, on the block table's device."""
+    device = block_table.device
+    return PagedMetadata(
+        page_size=page_size,
+        q_lens=tuple(q_lens),
+        kv_lens=tuple(kv_lens),
+        cu_q=prefix_sums(q_lens, device),
+        kv_lens_dev=torch.tensor(kv_lens, dtype=torch.int32, device=device),
+        block_table=block_table,
+    )
+
+
+def prefix_sums(lengths: Sequence[int], device: torch.device) -> Int[Tensor, "B1"]:
+    """int32 [B+1]: 0, l0, l0 + l1, ..."""
+    return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
+
+
+def with_chunks(meta: PagedMetadata, max_tokens: int = CHUNK_TOKENS) -> PagedMetadata:
+    """`meta` with its packed keys cut every `max_tokens`. Made once a step, for all layers; asks
+    nothing of the device."""
+    assert max_tokens >= 1, max_tokens
+    slots_S = key_slots(meta)
+    edges = list(accumulate(meta.kv_lens, initial=0))
+    rows = list(accumulate(meta.q_lens, initial=0))
+    chunks: list[KvChunk] = []
+    for start in range(0, edges[-1], max_tokens):
+        stop = min(start + max_tokens, edges[-1])
+        touched = range(bisect_right(edges, start) - 1, bisect_left(edges, stop))
+        begins = [max(start, edges[i]) for i in touched]
+        ends = [min(stop, edges[i + 1]) for i in touched]
+        q_lens = [meta.q_lens[i] for i in touched]
+        kv_lens = [end - begin for begin, end in zip(begins, ends, strict=True)]
+        q_starts = [
+            edges[i + 1] - meta.q_lens[i] - begin for i, begin in zip(touched, begins, strict=True)
+        ]
+        chunks.append(
+            KvChunk(
+                slots=slots_S[start:stop],
+                q_start=rows[touched.start],
+                q_stop=rows[touched.stop],
+                meta=varlen_metadata(q_lens, slots_S.device, kv_lens, q_starts),
+            )
+        )
+    return replace(meta, chunks=tuple(chunks))
+
+
+def key_slots(meta: PagedMetadata) -> Int[Tensor, "S"]:
+    """int64 slots of all keys of all sequences, packed in order. Reads only live table entries."""
+    device = meta.block_table.device
+    total = sum(meta.kv_lens)
+    edges_B1 = prefix_sums(meta.kv_lens, device).long()
+    rows_S = torch.repeat_interleave(
+        torch.arange(meta.batch, device=device), meta.kv_lens_dev.long(), output_size=total
+    )
+    positions_S = torch.arange(total, device=device) - edges_B1[rows_S]
+    pages_S = meta.block_table[rows_S, positions_S // meta.page_size].long()
+    return pages_S * meta.page_size + positions_S % meta.page_size
+
+
+def gather_slots(
+    cache_NPX: Shaped[Tensor, "N P *X"], slots_S: Int[Tensor, "S"]
+) -> Shaped[Tensor, "S *X"]:
+    """Rows of a paged cache of any strides, by slot. Reads no other row, never copies the pool."""
+    page_size = cache_NPX.shape[1]
+    if cache_NPX.stride(0) == page_size * cache_NPX.stride(1):
+        return cache_NPX.flatten(0, 1).index_select(0, slots_S)
+    return cache_NPX[slots_S // page_size, slots_S % page_size]

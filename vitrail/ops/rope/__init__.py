@@ -1,0 +1,1 @@
+"""Rotary position embedding: tables of angles, and the rotation of pairs of channels by them."""

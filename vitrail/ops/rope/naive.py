@@ -1,0 +1,61 @@
+"""The definition of rotary position embeddings. A table says by which angle each pair of channels
+of each token turns; the rotation only differs in which channels form a pair.
+
+Legend: T tokens (or patches), H heads, D rotated channels, F = D / 2 pairs."""
+
+from collections.abc import Sequence
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+
+def rope_table(
+    positions_T: Int[Tensor, "T"], dim: int, theta: float
+) -> tuple[Float[Tensor, "T F"], Float[Tensor, "T F"]]:
+    """fp32 cos and sin of position * theta^(-2i / dim), i = 0 .. dim/2 - 1."""
+    angles_TF = positions_T.float()[:, None] * _frequencies(dim, theta, positions_T.device)
+    return angles_TF.cos(), angles_TF.sin()
+
+
+def rope_table_2d(
+    grids: Sequence[tuple[int, int]], dim: int, theta: float, device: torch.device
+) -> tuple[Float[Tensor, "T F"], Float[Tensor, "T F"]]:
+    """fp32 cos and sin for the patches of grids (height, width), row-major, one grid after another:
+    with w_i = theta^(-4i / dim), pair 2i turns by column * w_i and pair 2i + 1 by row * w_i."""
+    assert dim % 4 == 0, f"{dim} channels have no pairs for rows and columns alike"
+    made = {grid: _angles_2d(*grid, dim, theta, device) for grid in dict.fromkeys(grids)}
+    none = torch.empty((0, dim // 2), device=device)
+    angles_TF = torch.cat([none, *(made[grid] for grid in grids)])
+    return angles_TF.cos(), angles_TF.sin()
+
+
+def rotate(
+    x_THD: Float[Tensor, "T H D"],
+    cos_TF: Float[Tensor, "T F"],
+    sin_TF: Float[Tensor, "T F"],
+    interleaved: bool,
+) -> Float[Tensor, "T H D"]:
+    """(a, b) -> (a cos - b sin, a sin + b cos) in fp32, rounded once to x's dtype. Pair i is
+    channels (2i, 2i + 1) if `interleaved`, else (i, i + D/2)."""
+    pair_dim = -1 if interleaved else -2
+    sizes = (-1, 2) if interleaved else (2, -1)
+    a_THF, b_THF = x_THD.float().unflatten(-1, sizes).unbind(pair_dim)
+    cos_T1F, sin_T1F = cos_TF[:, None], sin_TF[:, None]
+    turned = (a_THF * cos_T1F - b_THF * sin_T1F, a_THF * sin_T1F + b_THF * cos_T1F)
+    return torch.stack(turned, pair_dim).flatten(-2).to(x_THD.dtype)
+
+
+def _frequencies(dim: int, theta: float, device: torch.device) -> Float[Tensor, "F"]:
+    exponents = torch.arange(0, dim, 2, dtype=torch.float32, device=device) / dim
+    return 1.0 / theta**exponents
+
+
+def _angles_2d(
+    height: int, width: int, dim: int, theta: float, device: torch.device
+) -> Float[Tensor, "T F"]:
+    frequencies = _frequencies(dim // 2, theta, device)
+    rows = torch.arange(height, device=device)[:, None, None] * frequencies
+    columns = torch.arange(width, device=device)[None, :, None] * frequencies
+    pairs = torch.broadcast_tensors(columns, rows)
+    return torch.stack(pairs, -1).flatten(2).flatten(0, 1)

@@ -1,0 +1,105 @@
+"""MoonViT: Kimi-VL's vision tower, at each picture's native resolution.
+
+Parameters (published name): `patch_embed.{weight [M, C*P*P], bias}` (patch_embed.proj, its weight
+flattened), `pos_embed [Hp, Wp, M]` (patch_embed.pos_emb.weight), `encoder.*` (see `encoder`; the
+published norm0, norm1, wqkv, wo, mlp.fc0, mlp.fc1 of a block are norm1, norm2, attn.qkv, attn.out,
+mlp.up, mlp.down; final_layernorm is encoder.norm).
+
+Legend: N packed patches, F = C*P*P samples of a patch, M hidden channels, h w a grid's sides."""
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, UInt8
+from torch import Tensor, nn
+
+from vitrail.attention.plan import PlanTable
+from vitrail.attention.shape import AttentionSite, Phase
+from vitrail.config.model import MoonVitConfig
+from vitrail.ops.rope.naive import rope_table_2d
+from vitrail.vision.attention import RotaryTable, prepare_vision_attention_metadata
+from vitrail.vision.encoder import Encoder, EncoderShape
+
+CHANNELS = 3
+
+
+def moonvit_site(config: MoonVitConfig) -> AttentionSite:
+    """Full bidirectional attention within a picture."""
+    return AttentionSite(
+        num_q_heads=config.num_heads,
+        num_kv_heads=config.num_heads,
+        head_dim=config.head_dim,
+        head_dim_v=config.head_dim,
+        scale=config.head_dim**-0.5,
+        causal=False,
+    )
+
+
+class MoonVit(nn.Module):
+    """Built on the current default device; weights are loaded by name."""
+
+    def __init__(self, config: MoonVitConfig, dtype: torch.dtype):
+        super().__init__()
+        self.config = config
+        features = CHANNELS * config.patch_size**2
+        self.patch_embed = nn.Linear(features, config.hidden_size, dtype=dtype)
+        table = torch.zeros((config.pos_height, config.pos_width, config.hidden_size), dtype=dtype)
+        self.pos_embed = nn.Parameter(table)
+        shape = EncoderShape(
+            site=moonvit_site(config),
+            hidden_size=config.hidden_size,
+            intermediate_size=config.intermediate_size,
+            num_layers=config.num_layers,
+            layer_norm_eps=config.layer_norm_eps,
+            rope_interleaved=True,
+            gelu="tanh",
+        )
+        self.encoder = Encoder(shape, dtype)
+        self.requires_grad_(False)
+
+    def sites(self) -> tuple[tuple[AttentionSite, Phase], ...]:
+        """Every (site, phase) that `forward` can call."""
+        return ((moonvit_site(self.config), Phase.ENCODE),)
+
+    def forward(
+        self,
+        patches_NF: Float[Tensor, "N F"] | UInt8[Tensor, "N F"],
+        grids: Sequence[tuple[int, int]],
+        plans: PlanTable,
+    ) -> Float[Tensor, "N M"]:
+        """Hidden states after the final norm, one row a patch, pictures concatenated in order.
+        `patches_NF`: [C, P, P] flattened; uint8 samples, or floats already normalised. `grids`:
+        (height, width) of each picture in patches, row-major."""
+        lengths = [height * width for height, width in grids]
+        assert sum(lengths) == patches_NF.shape[0], f"{patches_NF.shape[0]} patches for {grids}"
+        device = patches_NF.device
+        cos_NF, sin_NF = rope_table_2d(grids, self.config.head_dim, self.config.rope_theta, device)
+        rotary = RotaryTable(cos_NF, sin_NF)
+        meta = prepare_vision_attention_metadata(lengths, rotary, plans, device)
+        dtype = self.patch_embed.weight.dtype
+        x_NM = self.patch_embed(normalise_patches(patches_NF).to(dtype)) + self.positions(grids)
+        return self.encoder(x_NM, meta)
+
+    def positions(self, grids: Sequence[tuple[int, int]]) -> Float[Tensor, "N M"]:
+        """The learned table resized to each grid, in fp32, as it is where the sizes agree."""
+        made = {grid: self._resized(*grid) for grid in dict.fromkeys(grids)}
+        none = self.pos_embed.new_empty((0, self.config.hidden_size))
+        return torch.cat([none, *(made[grid] for grid in grids)])
+
+    def _resized(self, height: int, width: int) -> Float[Tensor, "hw M"]:
+        table_hwM = self.pos_embed
+        if table_hwM.shape[:2] != (height, width):
+            image_1Mhw = table_hwM.float().permute(2, 0, 1)[None]
+            resized = F.interpolate(image_1Mhw, (height, width), mode="bicubic")
+            table_hwM = resized[0].permute(1, 2, 0).to(table_hwM.dtype)
+        return table_hwM.flatten(0, 1)
+
+
+def normalise_patches(
+    patches_NF: Float[Tensor, "N F"] | UInt8[Tensor, "N F"],
+) -> Float[Tensor, "N F"]:
+    """uint8 samples to (x / 255 - 0.5) / 0.5 in fp32; floats as they are."""
+    if patches_NF.dtype != torch.uint8:
+        return patches_NF
+    return (patches_NF.float() / 255 - 0.5) / 0.5
