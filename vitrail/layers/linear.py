@@ -1,0 +1,45 @@
+"""Linear layers and the gated feed-forward layer made of two of them.
+
+Legend: T tokens, I input channels, O output channels, M hidden channels."""
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from vitrail.cache.kv_pool import DTYPES
+from vitrail.config.model import DType
+from vitrail.ops.activation.naive import silu_mul
+
+
+def torch_dtype(dtype: DType) -> torch.dtype:
+    """torch's name of a configuration's dtype."""
+    return DTYPES[dtype]
+
+
+def parameter(*shape: int, dtype: torch.dtype) -> nn.Parameter:
+    """An inference parameter on the current default device, not initialised."""
+    return nn.Parameter(torch.empty(shape, dtype=dtype), requires_grad=False)
+
+
+class Linear(nn.Module):
+    """y = x weight^T. `weight` [O, I] as checkpoints store it."""
+
+    def __init__(self, inputs: int, outputs: int, dtype: torch.dtype):
+        super().__init__()
+        self.weight = parameter(outputs, inputs, dtype=dtype)
+
+    def forward(self, x_TI: Float[Tensor, "T I"]) -> Float[Tensor, "T O"]:
+        return F.linear(x_TI, self.weight)
+
+
+class GatedMlp(nn.Module):
+    """down(silu(gate x) * up x). `gate_up_proj.weight` is [gate | up] along its rows."""
+
+    def __init__(self, hidden: int, intermediate: int, dtype: torch.dtype):
+        super().__init__()
+        self.gate_up_proj = Linear(hidden, 2 * intermediate, dtype)
+        self.down_proj = Linear(intermediate, hidden, dtype)
+
+    def forward(self, x_TM: Float[Tensor, "T M"]) -> Float[Tensor, "T M"]:
+        return self.down_proj(silu_mul(self.gate_up_proj(x_TM)))

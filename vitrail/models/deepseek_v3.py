@@ -1,0 +1,424 @@
+"""DeepSeek-V3-style decoders: latent attention, a dense layer or more, then mixtures of experts.
+Also the text half of Kimi-VL, which reuses the reader, the rows and the module under its own
+prefixes.
+
+Legend: T packed tokens, M hidden channels, V vocabulary, N patches, F patch features."""
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from jaxtyping import Float, Int, UInt8
+from torch import Tensor, nn
+
+from vitrail.attention.plan import PlanTable
+from vitrail.attention.shape import AttentionSite, Phase
+from vitrail.cache.spec import LayerSpec
+from vitrail.config.finding import Finding
+from vitrail.config.model import DType, MlaConfig, ModelConfig, MoeConfig, RopeConfig, TextConfig
+from vitrail.config.reader import Keys
+from vitrail.layers.attention import (
+    MlaAttention,
+    MlaForms,
+    mla_cache_spec,
+    mla_config,
+    mla_context,
+    mla_sites,
+)
+from vitrail.layers.context import ForwardContext
+from vitrail.layers.embedding import LmHead, VocabEmbedding
+from vitrail.layers.linear import GatedMlp, torch_dtype
+from vitrail.layers.moe import MoeLayer
+from vitrail.layers.norm import RmsNorm
+from vitrail.layers.rotary import Rotary, make_rotary
+from vitrail.models.bookkeeping import GENERATION, TRAINING, TRANSFORMERS
+from vitrail.weights.mapping import Copy, Experts, Fuse, Ignore, Row, Split, Tie, WeightMap
+from vitrail.weights.sharding import Segment, Shard
+
+# The norm of the latent has the authors' class default, which is not rms_norm_eps; engines that use
+# rms_norm_eps (1e-5) for it differ from the authors' code in the fifth digit.
+KV_NORM_EPS = 1e-6
+
+ROWS, COLUMNS = Shard(dim=0), Shard(dim=1)
+
+
+class TokenFacts(NamedTuple):
+    """The special ids and the dtype that a configuration states."""
+
+    bos: int | None
+    eos: tuple[int, ...]
+    pad: int | None
+    dtype: str | None
+
+
+def read_config(
+    config: Mapping[str, object], generation: Mapping[str, object]
+) -> ModelConfig | list[Finding]:
+    """A stand-alone decoder's config.json and generation_config.json (empty where there is
+    none)."""
+    keys = Keys(dict(config), "config.json")
+    keys.expect("model_type", "deepseek_v3")
+    text = read_text_config(keys)
+    facts = read_token_facts(keys)
+    keys.finish()
+    eos = read_generation(generation, keys.findings)
+    dtype = checked_dtype(facts.dtype, keys.findings)
+    if keys.findings:
+        return keys.findings
+    return ModelConfig(
+        architecture="DeepseekV3ForCausalLM",
+        dtype=dtype,
+        text=text,
+        vision=None,
+        image_token_id=None,
+        eos_token_ids=tuple(sorted({*facts.eos, *eos})),
+        bos_token_id=facts.bos,
+        pad_token_id=facts.pad,
+    )
+
+
+def read_text_config(
+    keys: Keys, tie_default: bool = False, kv_norm_eps: float = KV_NORM_EPS
+) -> TextConfig:
+    """Every key of a DeepSeek-V3-style text configuration but the token ids and the dtype. Findings
+    are left in `keys`; with any, the result means nothing. `tie_default`: what an enclosing
+    configuration says of tied embeddings, where this one says nothing. `kv_norm_eps`: see
+    `KV_NORM_EPS`."""
+    _expect_implemented(keys)
+    theta = _read_theta(keys)
+    num_heads = keys.take("num_attention_heads", int)
+    rope_dim, nope = keys.take("qk_rope_head_dim", int), keys.take("qk_nope_head_dim", int)
+    keys.expect("num_key_value_heads", num_heads)
+    keys.expect("qk_head_dim", nope + rope_dim)
+    keys.ignore(("head_dim", *TRANSFORMERS, *TRAINING))
+    text = TextConfig(
+        vocab_size=keys.take("vocab_size", int),
+        hidden_size=keys.take("hidden_size", int),
+        num_layers=keys.take("num_hidden_layers", int),
+        num_heads=num_heads,
+        num_kv_heads=num_heads,
+        head_dim=nope + rope_dim,
+        intermediate_size=keys.take("intermediate_size", int),
+        rms_eps=keys.take("rms_norm_eps", float),
+        rope=RopeConfig(theta=theta, dim=rope_dim, interleaved=True),
+        max_position=keys.take("max_position_embeddings", int),
+        tie_embeddings=keys.take("tie_word_embeddings", bool, tie_default),
+        mla=MlaConfig(
+            kv_lora_rank=keys.take("kv_lora_rank", int),
+            qk_nope_head_dim=nope,
+            qk_rope_head_dim=rope_dim,
+            v_head_dim=keys.take("v_head_dim", int),
+            kv_norm_eps=kv_norm_eps,
+        ),
+        moe=MoeConfig(
+            num_experts=keys.take("n_routed_experts", int),
+            top_k=keys.take("num_experts_per_tok", int),
+            intermediate_size=keys.take("moe_intermediate_size", int),
+            num_shared=keys.take("n_shared_experts", int, 0),
+            routed_scaling=keys.take("routed_scaling_factor", float),
+            normalize=keys.take("norm_topk_prob", bool),
+            first_moe_layer=keys.take("first_k_dense_replace", int),
+        ),
+    )
+    keys.findings.extend(_size_findings(text))
+    return text
+
+
+def _expect_implemented(keys: Keys) -> None:
+    """Choices of which one alone is computed."""
+    keys.expect("q_lora_rank", None)
+    keys.expect("rope_scaling", None)
+    keys.expect("rope_interleave", True)
+    keys.expect("quantization_config", None)
+    keys.expect("n_group", 1, None)
+    keys.expect("topk_group", 1, None)
+    keys.expect("scoring_func", "sigmoid")
+    keys.expect("topk_method", "noaux_tc")
+    keys.expect("moe_layer_freq", 1)
+    keys.expect("attention_bias", False)
+    keys.expect("hidden_act", "silu")
+    keys.expect("num_nextn_predict_layers", 0, None)
+
+
+def _read_theta(keys: Keys) -> float:
+    """`rope_theta`; newer writers put it in `rope_parameters`. Where both are given they agree."""
+    if not keys.has("rope_parameters"):
+        keys.ignore(("rope_parameters",))
+        return keys.take("rope_theta", float)
+    inner = keys.child("rope_parameters")
+    theta = inner.take("rope_theta", float)
+    inner.expect("rope_type", "default")
+    inner.expect("type", "default")
+    inner.finish()
+    keys.expect("rope_theta", theta, None)
+    return theta
+
+
+def _size_findings(text: TextConfig) -> list[Finding]:
+    """Sizes that no such decoder can have."""
+    mla, moe = mla_config(text), text.moe
+    assert moe is not None
+    sizes = {
+        "vocab_size": text.vocab_size,
+        "hidden_size": text.hidden_size,
+        "num_hidden_layers": text.num_layers,
+        "num_attention_heads": text.num_heads,
+        "intermediate_size": text.intermediate_size,
+        "max_position_embeddings": text.max_position,
+        "kv_lora_rank": mla.kv_lora_rank,
+        "qk_nope_head_dim": mla.qk_nope_head_dim,
+        "qk_rope_head_dim": mla.qk_rope_head_dim,
+        "v_head_dim": mla.v_head_dim,
+        "n_routed_experts": moe.num_experts,
+        "moe_intermediate_size": moe.intermediate_size,
+    }
+    rules = [(name, size, "at least 1", size >= 1) for name, size in sizes.items()]
+    rules += [
+        ("qk_rope_head_dim", text.rope.dim, "an even number", text.rope.dim % 2 == 0),
+        (
+            "num_experts_per_tok",
+            moe.top_k,
+            f"1 to n_routed_experts, {moe.num_experts}",
+            1 <= moe.top_k <= moe.num_experts,
+        ),
+        ("n_shared_experts", moe.num_shared, "at least 0", moe.num_shared >= 0),
+        (
+            "first_k_dense_replace",
+            moe.first_moe_layer,
+            f"0 to num_hidden_layers, {text.num_layers}",
+            0 <= moe.first_moe_layer <= text.num_layers,
+        ),
+    ]
+    return [
+        Finding(
+            where=f"config.json: {name}",
+            saw=str(value),
+            rule=rule,
+            change="restore it from the published config.json",
+            code="bad_config",
+        )
+        for name, value, rule, holds in rules
+        if not holds
+    ]
+
+
+def read_token_facts(keys: Keys) -> TokenFacts:
+    """Special ids and dtype; older writers spell the dtype `torch_dtype`."""
+    new, old = keys.take_optional("dtype", str), keys.take_optional("torch_dtype", str)
+    return TokenFacts(
+        bos=keys.take_optional("bos_token_id", int),
+        eos=keys.take_ints("eos_token_id"),
+        pad=keys.take_optional("pad_token_id", int),
+        dtype=new or old,
+    )
+
+
+def read_generation(generation: Mapping[str, object], findings: list[Finding]) -> tuple[int, ...]:
+    """generation_config.json's end ids; its findings are added to `findings`. Its sampling defaults
+    are ignored: a request says how it is sampled."""
+    keys = Keys(dict[str, object](generation), "generation_config.json")
+    eos = keys.take_ints("eos_token_id")
+    keys.ignore(("bos_token_id", "pad_token_id", *TRANSFORMERS, *GENERATION))
+    keys.finish()
+    findings.extend(keys.findings)
+    return eos
+
+
+def checked_dtype(dtype: str | None, findings: list[Finding]) -> DType:
+    """A configuration's dtype; one that states none holds bf16, as published."""
+    match dtype:
+        case "float32" | "bfloat16" | "float16":
+            return dtype
+        case None:
+            return "bfloat16"
+        case other:
+            findings.append(
+                Finding(
+                    where="config.json: torch_dtype",
+                    saw=repr(other),
+                    rule="float32, bfloat16 or float16",
+                    change="restore it from the published config.json",
+                    code="bad_config",
+                )
+            )
+            return "bfloat16"
+
+
+def weight_map(config: ModelConfig) -> WeightMap:
+    """Published names of a stand-alone decoder."""
+    return WeightMap(
+        rows=text_rows(config.text, "", ""),
+        ties=text_ties(config.text, "", ""),
+        ignored=text_ignored(""),
+    )
+
+
+def text_rows(text: TextConfig, published: str, ours: str) -> tuple[Row, ...]:
+    """Rows of the decoder, its published names under `published`, its parameters under `ours`.
+    Heads, intermediate channels and vocabulary are what ranks share."""
+    there, here = f"{published}model.layers.{{layer}}", f"{ours}layers.{{layer}}"
+    head: tuple[Row, ...] = (
+        Copy(f"{published}model.embed_tokens.weight", f"{ours}embed_tokens.weight", ROWS),
+        Copy(f"{published}model.norm.weight", f"{ours}norm.weight", init="ones"),
+        *(
+            ()
+            if text.tie_embeddings
+            else (Copy(f"{published}lm_head.weight", f"{ours}lm_head.weight", ROWS),)
+        ),
+        Copy(f"{there}.input_layernorm.weight", f"{here}.input_norm.weight", init="ones"),
+        Copy(f"{there}.post_attention_layernorm.weight", f"{here}.mlp_norm.weight", init="ones"),
+    )
+    attention = _attention_rows(text, f"{there}.self_attn", f"{here}.attention")
+    return (*head, *attention, *_mlp_rows(text, f"{there}.mlp", f"{here}.mlp"))
+
+
+def _attention_rows(text: TextConfig, there: str, here: str) -> tuple[Row, ...]:
+    mla, heads = mla_config(text), text.num_heads
+
+    def per_head(width: int) -> Shard:
+        return Shard(dim=0, segments=(Segment(units=heads, width=width),))
+
+    return (
+        Copy(f"{there}.q_proj.weight", f"{here}.q_proj.weight", per_head(text.head_dim)),
+        Copy(f"{there}.kv_a_proj_with_mqa.weight", f"{here}.kv_a_proj.weight"),
+        Copy(f"{there}.kv_a_layernorm.weight", f"{here}.kv_a_norm.weight", init="ones"),
+        Split(
+            checkpoint=f"{there}.kv_b_proj.weight",
+            parameters=(f"{here}.k_b_proj.weight", f"{here}.v_b_proj.weight"),
+            groups=heads,
+            shards=(per_head(mla.qk_nope_head_dim), per_head(mla.v_head_dim)),
+        ),
+        Copy(
+            f"{there}.o_proj.weight",
+            f"{here}.o_proj.weight",
+            Shard(dim=1, segments=(Segment(units=heads, width=mla.v_head_dim),)),
+        ),
+    )
+
+
+def _mlp_rows(text: TextConfig, there: str, here: str) -> tuple[Row, ...]:
+    """Dense layers and the shared experts are gated MLPs; experts are stacked."""
+    moe = text.moe
+    assert moe is not None
+    rows: list[Row] = []
+    for source, target in ((there, here), (f"{there}.shared_experts", f"{here}.shared")):
+        gate_up = (f"{source}.gate_proj.weight", f"{source}.up_proj.weight")
+        rows += [
+            Fuse(checkpoints=gate_up, parameter=f"{target}.gate_up_proj.weight", shard=ROWS),
+            Copy(f"{source}.down_proj.weight", f"{target}.down_proj.weight", COLUMNS),
+        ]
+    expert = f"{there}.experts.{{expert}}"
+    return (
+        *rows,
+        Copy(f"{there}.gate.weight", f"{here}.router.weight"),
+        Copy(f"{there}.gate.e_score_correction_bias", f"{here}.router.bias"),
+        Experts(
+            checkpoints=(f"{expert}.gate_proj.weight", f"{expert}.up_proj.weight"),
+            parameter=f"{here}.gate_up",
+            num_experts=moe.num_experts,
+            shard=Shard(dim=1),
+        ),
+        Experts(
+            checkpoints=(f"{expert}.down_proj.weight",),
+            parameter=f"{here}.down",
+            num_experts=moe.num_experts,
+            shard=Shard(dim=2),
+        ),
+    )
+
+
+def text_ties(text: TextConfig, published: str, ours: str) -> tuple[Tie, ...]:
+    """The head is the embedding where the configuration says so."""
+    if not text.tie_embeddings:
+        return ()
+    head, embedding = f"{ours}lm_head.weight", f"{ours}embed_tokens.weight"
+    return (Tie(parameter=head, to=embedding, checkpoint=f"{published}lm_head.weight"),)
+
+
+def text_ignored(published: str) -> tuple[Ignore, ...]:
+    """Tensors that old writers stored beside the weights."""
+    inverse = f"{published}model.layers.{{layer}}.self_attn.rotary_emb.inv_freq"
+    return (Ignore(checkpoint=inverse, why="computed from rope_theta"),)
+
+
+def build(config: ModelConfig, dtype: DType) -> "DeepseekV3ForCausalLM":
+    """The module on the current default device, parameters not initialised."""
+    return DeepseekV3ForCausalLM(config.text, dtype)
+
+
+class DecoderLayer(nn.Module):
+    """x + attention(norm x), then x + mlp(norm x); the second addition is fused with the next
+    norm."""
+
+    def __init__(self, text: TextConfig, layer: int, dtype: DType, forms: MlaForms):
+        super().__init__()
+        moe, kind = text.moe, torch_dtype(dtype)
+        assert moe is not None
+        self.input_norm = RmsNorm(text.hidden_size, text.rms_eps, kind)
+        self.attention = MlaAttention(text, layer, kind, forms)
+        self.mlp_norm = RmsNorm(text.hidden_size, text.rms_eps, kind)
+        self.mlp = (
+            MoeLayer(text.hidden_size, moe, kind)
+            if layer >= moe.first_moe_layer
+            else GatedMlp(text.hidden_size, text.intermediate_size, kind)
+        )
+
+    def forward(
+        self,
+        x_TM: Float[Tensor, "T M"],
+        residual_TM: Float[Tensor, "T M"] | None,
+        rotary: Rotary,
+        ctx: ForwardContext,
+    ) -> tuple[Float[Tensor, "T M"], Float[Tensor, "T M"]]:
+        """(what is to be added, what it is to be added to)."""
+        x_TM, residual_TM = self.input_norm.add(x_TM, residual_TM)
+        x_TM = self.attention(x_TM, rotary, ctx)
+        x_TM, residual_TM = self.mlp_norm.add(x_TM, residual_TM)
+        return self.mlp(x_TM), residual_TM
+
+
+class DeepseekV3ForCausalLM(nn.Module):
+    """A `Model` without images."""
+
+    def __init__(self, text: TextConfig, dtype: DType, forms: MlaForms | None = None):
+        super().__init__()
+        self.text = text
+        self.dtype: DType = dtype
+        self.forms = forms or MlaForms()
+        kind = torch_dtype(dtype)
+        self.embed_tokens = VocabEmbedding(text.vocab_size, text.hidden_size, kind)
+        self.layers = nn.ModuleList(
+            DecoderLayer(text, layer, dtype, self.forms) for layer in range(text.num_layers)
+        )
+        self.norm = RmsNorm(text.hidden_size, text.rms_eps, kind)
+        self.lm_head = LmHead(text.vocab_size, text.hidden_size, kind)
+
+    def cache_specs(self) -> Sequence[LayerSpec]:
+        return [mla_cache_spec(self.text, self.dtype)] * self.text.num_layers
+
+    def text_sites(self) -> Sequence[tuple[AttentionSite, Phase]]:
+        return mla_sites(self.text, self.forms)
+
+    def image_sites(self) -> Sequence[tuple[AttentionSite, Phase]]:
+        return ()
+
+    def embed(self, token_ids: Int[Tensor, "T"]) -> Float[Tensor, "T M"]:
+        return self.embed_tokens(token_ids)
+
+    def forward(self, hidden: Float[Tensor, "T M"], ctx: ForwardContext) -> Float[Tensor, "T M"]:
+        ctx = mla_context(ctx, self.forms)
+        rotary = make_rotary(ctx.positions, self.text.rope)
+        residual = None
+        for layer in self.layers:
+            hidden, residual = layer(hidden, residual, rotary, ctx)
+        return self.norm.add(hidden, residual)[0]
+
+    def logits(self, hidden: Float[Tensor, "T M"]) -> Float[Tensor, "T V"]:
+        return self.lm_head(hidden)
+
+    def encode_images(
+        self,
+        patches: Float[Tensor, "N F"] | UInt8[Tensor, "N F"],
+        grids: Sequence[tuple[int, int]],
+        plans: PlanTable,
+    ) -> Float[Tensor, "tokens M"]:
+        raise AssertionError(f"{len(grids)} images for a model without a tower")

@@ -1,0 +1,78 @@
+"""What the engine asks of a model.
+
+Legend: T packed tokens, V vocabulary, M hidden size, N patches, F patch features."""
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol, runtime_checkable
+
+from jaxtyping import Float, Int, UInt8
+from torch import Tensor
+
+from vitrail.attention.plan import PlanTable
+from vitrail.attention.shape import AttentionSite, Phase
+from vitrail.cache.spec import LayerSpec
+from vitrail.config.finding import Finding
+from vitrail.config.model import DType, ModelConfig
+from vitrail.layers.context import ForwardContext
+from vitrail.weights.mapping import WeightMap
+
+
+@runtime_checkable
+class Model(Protocol):
+    """A decoder, with or without an image tower. Built on the meta device, filled by
+    `weights.load`."""
+
+    def cache_specs(self) -> Sequence[LayerSpec]:
+        """One spec a layer, in layer order."""
+        ...
+
+    def text_sites(self) -> Sequence[tuple[AttentionSite, Phase]]:
+        """Every (site, phase) that `forward` can call."""
+        ...
+
+    def image_sites(self) -> Sequence[tuple[AttentionSite, Phase]]:
+        """Every (site, phase) that `encode_images` can call; empty without a tower."""
+        ...
+
+    def embed(self, token_ids: Int[Tensor, "T"]) -> Float[Tensor, "T M"]:
+        """Token embeddings; ids at image positions may be any id below the vocabulary's size."""
+        ...
+
+    def forward(self, hidden: Float[Tensor, "T M"], ctx: ForwardContext) -> Float[Tensor, "T M"]:
+        """Hidden states after the final norm; writes this step's keys to the cache."""
+        ...
+
+    def logits(self, hidden: Float[Tensor, "T M"]) -> Float[Tensor, "T V"]:
+        """fp32 logits of the given rows."""
+        ...
+
+    def encode_images(
+        self,
+        patches: Float[Tensor, "N F"] | UInt8[Tensor, "N F"],
+        grids: Sequence[tuple[int, int]],
+        plans: PlanTable,
+    ) -> Float[Tensor, "tokens M"]:
+        """Embeddings of packed images, concatenated in order. `patches` are raw (uint8) or
+        normalised (float) pixels [C, P, P] flattened; `grids` (height, width) in patches, one an
+        image."""
+        ...
+
+
+@runtime_checkable
+class ModelEntry(Protocol):
+    """A model's module, as `registry.load_entry` returns it: three pure functions and a
+    constructor."""
+
+    def read_config(
+        self, config: Mapping[str, object], generation: Mapping[str, object]
+    ) -> ModelConfig | list[Finding]:
+        """config.json and generation_config.json (may be empty), read strictly."""
+        ...
+
+    def weight_map(self, config: ModelConfig) -> WeightMap:
+        """Published tensor names -> parameters."""
+        ...
+
+    def build(self, config: ModelConfig, dtype: DType) -> Model:
+        """The module on the current default device (meta)."""
+        ...

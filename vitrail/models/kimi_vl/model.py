@@ -1,0 +1,249 @@
+"""Kimi-VL (A3B Instruct, Thinking, Thinking-2506): MoonViT, a projector and a DeepSeek-V3-style
+decoder. Its end of turn, `<|im_end|>`, is a tokenizer's fact and stated by neither configuration
+file: who prepares requests adds it to `eos_token_ids`.
+
+Legend: T packed tokens, M hidden channels, V vocabulary, N patches, F patch features."""
+
+from collections.abc import Mapping, Sequence
+
+from jaxtyping import Float, Int, UInt8
+from torch import Tensor, nn
+
+from vitrail.attention.plan import PlanTable
+from vitrail.attention.shape import AttentionSite, Phase
+from vitrail.cache.spec import LayerSpec
+from vitrail.config.finding import Finding
+from vitrail.config.model import DType, ModelConfig, MoonVitConfig
+from vitrail.config.reader import Keys
+from vitrail.layers.attention import MlaForms
+from vitrail.layers.context import ForwardContext
+from vitrail.layers.linear import torch_dtype
+from vitrail.models.bookkeeping import TRAINING, TRANSFORMERS
+from vitrail.models.deepseek_v3 import (
+    COLUMNS,
+    ROWS,
+    DeepseekV3ForCausalLM,
+    checked_dtype,
+    read_generation,
+    read_text_config,
+    read_token_facts,
+    text_ignored,
+    text_rows,
+    text_ties,
+)
+from vitrail.vision.moonvit import CHANNELS, MoonVit
+from vitrail.vision.projector import MergeProjector
+from vitrail.weights.mapping import Alias, Copy, Flatten, Row, WeightMap
+from vitrail.weights.sharding import Replicate, Rule, Segment, Shard
+
+MERGE_SIDES = [2, 2]
+
+# How other writers name the same tensors: newer transformers, and the K2.5 projector.
+ALIASES = (
+    Alias(prefix="model.language_model.", means="language_model.model."),
+    Alias(prefix="lm_head.", means="language_model.lm_head."),
+    Alias(prefix="model.vision_tower.", means="vision_tower."),
+    Alias(prefix="model.multi_modal_projector.", means="multi_modal_projector."),
+    Alias(prefix="mm_projector.pre_norm.", means="multi_modal_projector.pre_norm."),
+    Alias(prefix="mm_projector.proj.0.", means="multi_modal_projector.linear_1."),
+    Alias(prefix="mm_projector.proj.2.", means="multi_modal_projector.linear_2."),
+)
+
+
+def read_config(
+    config: Mapping[str, object], generation: Mapping[str, object]
+) -> ModelConfig | list[Finding]:
+    """config.json and generation_config.json (empty where there is none). `eos_token_ids` is the
+    union of what the three places in them say."""
+    keys = Keys(dict(config), "config.json")
+    keys.expect("model_type", "kimi_vl")
+    keys.expect("quantization_config", None)
+    text_keys, vision_keys = keys.child("text_config"), keys.child("vision_config")
+    tied = keys.take_optional("tie_word_embeddings", bool)
+    text = read_text_config(text_keys, tie_default=tied or False)
+    vision = _read_vision(vision_keys)
+    outer, inner = read_token_facts(keys), read_token_facts(text_keys)
+    image_token_id = keys.take("media_placeholder_token_id", int)
+    keys.expect("vocab_size", text.vocab_size)
+    keys.expect("tie_word_embeddings", text.tie_embeddings, None)
+    keys.ignore((*TRANSFORMERS, *TRAINING))
+    for each in (text_keys, vision_keys, keys):
+        each.finish()
+    keys.findings.extend(_vision_findings(vision, image_token_id, text.vocab_size))
+    eos = {*outer.eos, *inner.eos, *read_generation(generation, keys.findings)}
+    dtype = checked_dtype(outer.dtype or inner.dtype, keys.findings)
+    if keys.findings:
+        return keys.findings
+    return ModelConfig(
+        architecture="KimiVLForConditionalGeneration",
+        dtype=dtype,
+        text=text,
+        vision=vision,
+        image_token_id=image_token_id,
+        eos_token_ids=tuple(sorted(eos)),
+        bos_token_id=inner.bos if outer.bos is None else outer.bos,
+        pad_token_id=inner.pad if outer.pad is None else outer.pad,
+    )
+
+
+def _read_vision(keys: Keys) -> MoonVitConfig:
+    keys.expect("model_type", "moonvit")
+    keys.expect("merge_kernel_size", MERGE_SIDES)
+    keys.ignore(("torch_dtype", "dtype", "_attn_implementation", *TRANSFORMERS))
+    return MoonVitConfig(
+        patch_size=keys.take("patch_size", int),
+        hidden_size=keys.take("hidden_size", int),
+        num_layers=keys.take("num_hidden_layers", int),
+        num_heads=keys.take("num_attention_heads", int),
+        intermediate_size=keys.take("intermediate_size", int),
+        pos_height=keys.take("init_pos_emb_height", int),
+        pos_width=keys.take("init_pos_emb_width", int),
+        merge=MERGE_SIDES[0],
+    )
+
+
+def _vision_findings(vision: MoonVitConfig, image_token_id: int, vocab: int) -> list[Finding]:
+    """Sizes that no such tower can have."""
+    sizes = {
+        "patch_size": vision.patch_size,
+        "hidden_size": vision.hidden_size,
+        "num_hidden_layers": vision.num_layers,
+        "num_attention_heads": vision.num_heads,
+        "intermediate_size": vision.intermediate_size,
+        "init_pos_emb_height": vision.pos_height,
+        "init_pos_emb_width": vision.pos_width,
+    }
+    rules = [(f"vision_config: {n}", size, "at least 1", size >= 1) for n, size in sizes.items()]
+    rules.append(
+        (
+            "vision_config: hidden_size",
+            vision.hidden_size,
+            f"{vision.num_heads} heads of a multiple of 4 channels, for two rotary axes",
+            vision.num_heads >= 1 and vision.hidden_size % (4 * vision.num_heads) == 0,
+        )
+    )
+    rules.append(
+        (
+            "media_placeholder_token_id",
+            image_token_id,
+            f"0 to {vocab - 1}, an id of the vocabulary",
+            0 <= image_token_id < vocab,
+        )
+    )
+    return [
+        Finding(
+            where=f"config.json: {name}",
+            saw=str(value),
+            rule=rule,
+            change="restore it from the published config.json",
+            code="bad_config",
+        )
+        for name, value, rule, holds in rules
+        if not holds
+    ]
+
+
+def weight_map(config: ModelConfig) -> WeightMap:
+    """Every published name of the three checkpoints, and other writers' names of them."""
+    vision = vision_of(config)
+    return WeightMap(
+        rows=(
+            *text_rows(config.text, "language_model.", "decoder."),
+            *_tower_rows(vision),
+            *_projector_rows(),
+        ),
+        ties=text_ties(config.text, "language_model.", "decoder."),
+        ignored=text_ignored("language_model."),
+        aliases=ALIASES,
+    )
+
+
+def vision_of(config: ModelConfig) -> MoonVitConfig:
+    """The tower's facts, which `read_config` always finds."""
+    assert config.vision is not None, f"{config.architecture} without a tower"
+    return config.vision
+
+
+def _tower_rows(vision: MoonVitConfig) -> tuple[Row, ...]:
+    patch, size = ("vision_tower.patch_embed", "tower.patch_embed"), vision.patch_size
+    there, here = "vision_tower.encoder.blocks.{block}", "tower.encoder.blocks.{block}"
+    heads = Segment(units=vision.num_heads, width=vision.head_dim)
+    qkv, out = Shard(dim=0, segments=(heads,) * 3), Shard(dim=1, segments=(heads,))
+    return (
+        Flatten(f"{patch[0]}.proj.weight", f"{patch[1]}.weight", inner=(CHANNELS, size, size)),
+        Copy(f"{patch[0]}.proj.bias", f"{patch[1]}.bias", init="zeros"),
+        Copy(f"{patch[0]}.pos_emb.weight", "tower.pos_embed"),
+        *_norm(f"{there}.norm0", f"{here}.norm1"),
+        *_norm(f"{there}.norm1", f"{here}.norm2"),
+        *_linear(f"{there}.wqkv", f"{here}.attn.qkv", qkv),
+        *_linear(f"{there}.wo", f"{here}.attn.out", out),
+        *_linear(f"{there}.mlp.fc0", f"{here}.mlp.up", ROWS),
+        *_linear(f"{there}.mlp.fc1", f"{here}.mlp.down", COLUMNS),
+        *_norm("vision_tower.encoder.final_layernorm", "tower.encoder.norm"),
+    )
+
+
+def _projector_rows() -> tuple[Row, ...]:
+    return (
+        *_norm("multi_modal_projector.pre_norm", "projector.norm"),
+        *_linear("multi_modal_projector.linear_1", "projector.up", ROWS),
+        *_linear("multi_modal_projector.linear_2", "projector.down", COLUMNS),
+    )
+
+
+def _linear(there: str, here: str, rule: Shard) -> tuple[Row, ...]:
+    """A bias is cut with the rows of its weight; where columns are cut, every rank holds it."""
+    bias: Rule = rule if rule.dim == 0 else Replicate()
+    return (
+        Copy(f"{there}.weight", f"{here}.weight", rule),
+        Copy(f"{there}.bias", f"{here}.bias", bias, init="zeros"),
+    )
+
+
+def _norm(there: str, here: str) -> tuple[Row, ...]:
+    return (
+        Copy(f"{there}.weight", f"{here}.weight", init="ones"),
+        Copy(f"{there}.bias", f"{here}.bias", init="zeros"),
+    )
+
+
+def build(config: ModelConfig, dtype: DType) -> "KimiVL":
+    """The module on the current default device, parameters not initialised."""
+    return KimiVL(config, dtype)
+
+
+class KimiVL(nn.Module):
+    """A `Model` with images."""
+
+    def __init__(self, config: ModelConfig, dtype: DType, forms: MlaForms | None = None):
+        super().__init__()
+        vision, kind = vision_of(config), torch_dtype(dtype)
+        self.tower = MoonVit(vision, kind)
+        self.projector = MergeProjector(vision, config.text.hidden_size, kind)
+        self.decoder = DeepseekV3ForCausalLM(config.text, dtype, forms)
+
+    def cache_specs(self) -> Sequence[LayerSpec]:
+        return self.decoder.cache_specs()
+
+    def text_sites(self) -> Sequence[tuple[AttentionSite, Phase]]:
+        return self.decoder.text_sites()
+
+    def image_sites(self) -> Sequence[tuple[AttentionSite, Phase]]:
+        return self.tower.sites()
+
+    def embed(self, token_ids: Int[Tensor, "T"]) -> Float[Tensor, "T M"]:
+        return self.decoder.embed(token_ids)
+
+    def forward(self, hidden: Float[Tensor, "T M"], ctx: ForwardContext) -> Float[Tensor, "T M"]:
+        return self.decoder(hidden, ctx)
+
+    def logits(self, hidden: Float[Tensor, "T M"]) -> Float[Tensor, "T V"]:
+        return self.decoder.logits(hidden)
+
+    def encode_images(
+        self,
+        patches: Float[Tensor, "N F"] | UInt8[Tensor, "N F"],
+        grids: Sequence[tuple[int, int]],
+        plans: PlanTable,
+    ) -> Float[Tensor, "tokens M"]:
+        return self.projector(self.tower(patches, grids, plans), grids)

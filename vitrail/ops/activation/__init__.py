@@ -1,0 +1,1 @@
+"""Gated activations of the feed-forward layers, over [gate | up] rows. Knows no weights."""
