@@ -1,0 +1,39 @@
+"""Small engines for tests: the golden checkpoint behind `LLM`, its golden prompt, and bookkeeping
+checks after every test."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from vitrail import LLM
+
+GOLDEN = Path(__file__).parent.parent / "golden" / "kimi_vl"
+
+
+def golden_llm(**choices: Any) -> LLM:
+    """The golden Kimi-VL, fp32 on the CPU, a small pool."""
+    small = {"kv_cache_bytes": 2 << 20, "page_size": 16, "max_running": 16}
+    return LLM(GOLDEN / "ckpt", device="cpu", dtype="float32", **(small | choices))
+
+
+class Golden:
+    """reference.npz by name, and its pictures as the offline API takes them."""
+
+    def __init__(self) -> None:
+        data = np.load(GOLDEN / "reference.npz")
+        self.ids: list[int] = data["input_ids"].tolist()
+        self.text_ids: list[int] = data["text_ids"].tolist()
+        self.logits: np.ndarray = data["logits"]
+        self.text_logits: np.ndarray = data["text_logits"]
+        self.greedy: list[int] = data["greedy"].tolist()
+        grids: list[list[int]] = data["image_grid_hws"].tolist()
+        cuts = np.cumsum([h * w for h, w in grids])[:-1]
+        self.images: list[dict[str, Any]] = [
+            {"patches": p.reshape(len(p), -1), "grid": (h, w)}
+            for p, (h, w) in zip(np.split(data["pixel_values"], cuts), grids, strict=True)
+        ]
+
+    @property
+    def prompt(self) -> dict[str, Any]:
+        return {"prompt_token_ids": self.ids, "images": self.images}

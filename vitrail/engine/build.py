@@ -1,0 +1,307 @@
+"""From an `EngineConfig` to a running `Engine`: every plan is made and accepted here, before the
+first request; then weights are loaded, the encoder's peak is measured and the KV pool is sized
+after it."""
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from vitrail.attention.plan import PlanLimits, PlanTable, make_table
+from vitrail.attention.shape import Phase
+from vitrail.cache.budget import CacheBudget, plan_cache
+from vitrail.cache.encoder import EncoderCache
+from vitrail.cache.encoder_pool import EncoderPool
+from vitrail.cache.kv_pool import KvPool
+from vitrail.cache.manager import Manager
+from vitrail.cache.spec import ITEM_BYTES, LayerSpec
+from vitrail.config.engine import GIB, EngineConfig, validate
+from vitrail.config.finding import Finding, Refused, accept, errors
+from vitrail.config.hardware import CPU, Hardware
+from vitrail.config.model import DType, ModelConfig
+from vitrail.engine.batch import BatchBuilder
+from vitrail.engine.checkpoint import Checkpoint
+from vitrail.engine.encode import ImageEncoder
+from vitrail.engine.engine import Engine
+from vitrail.engine.prepare import ServingFacts
+from vitrail.engine.runner import Runner, RunnerParts
+from vitrail.engine.sampler import Sampler
+from vitrail.engine.scheduler import Scheduler, SchedulerLimits
+from vitrail.models.interface import Model, ModelEntry
+from vitrail.models.registry import load_entry
+from vitrail.vision.preprocess import ImageProcessor
+from vitrail.weights import headers, load
+from vitrail.weights.plan import resolve
+
+log = logging.getLogger("vitrail.engine")
+TORCH_DTYPES: dict[DType, torch.dtype] = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+# Patches encoded in a step where no processor says how large an image can be.
+DEFAULT_ENCODER_PATCHES = 16_384
+# GPU memory left to the forward pass beside weights, encoder and pages.
+WORKSPACE_BYTES = 2 * GIB
+Progress = Callable[[int, int, str], None]
+
+
+class Built(NamedTuple):
+    """A ready engine and what a frontend must know of it."""
+
+    engine: Engine
+    facts: ServingFacts
+
+
+class _Sizes(NamedTuple):
+    """Limits that the model, the device and the user's choices give together."""
+
+    max_model_len: int
+    encoder_patches: int
+    cache: CacheBudget
+
+
+def build_engine(
+    config: EngineConfig,
+    checkpoint: Checkpoint,
+    processor: ImageProcessor | None,
+    progress: Progress | None = None,
+) -> Built:
+    """Raises `Refused` with every finding of the first stage that has any: choices, config.json,
+    weights (headers), attention plans, cache size. Weights are read after all but the last."""
+    began = time.perf_counter()
+    found = errors(validate(config))
+    if found:
+        raise Refused(found)
+    device = _device(config)
+    hardware = _hardware(device)
+    entry = load_entry(checkpoint.architecture)
+    model_config = accept(entry.read_config(checkpoint.config, checkpoint.generation))
+    dtype = _dtype(config, model_config, device)
+    with torch.device("meta"):
+        model = entry.build(model_config, dtype)
+    patches = _encoder_patches(config, model_config, processor)
+    image_plans = _image_plans(config, model, dtype, patches, hardware)
+    _load(config, entry, model_config, model, checkpoint, device, progress)
+    peak = _measure_encoder(model, image_plans, model_config, patches, device)
+    sizes = _sizes(config, model_config, model.cache_specs(), patches, device, peak)
+    engine = _assemble(config, model_config, model, sizes, image_plans, device)
+    log.info(
+        "ready in %.1f s: %s on %s in %s, %d KV tokens in %d pages",
+        time.perf_counter() - began,
+        checkpoint.architecture,
+        hardware.name,
+        dtype,
+        sizes.cache.num_tokens,
+        sizes.cache.num_pages,
+    )
+    vision = model_config.vision
+    facts = ServingFacts(
+        vocab_size=model_config.text.vocab_size,
+        max_model_len=sizes.max_model_len,
+        eos_token_ids=model_config.eos_token_ids,
+        image_token_id=model_config.image_token_id,
+        encoder_patches=sizes.encoder_patches,
+        kv_tokens=sizes.cache.num_tokens,
+        patch_size=None if vision is None else vision.patch_size,
+        merge=None if vision is None else vision.merge,
+    )
+    return Built(engine, facts)
+
+
+def _device(config: EngineConfig) -> torch.device:
+    available = torch.cuda.is_available()
+    if config.device == "cuda" and not available:
+        raise Refused(
+            Finding(
+                where="device",
+                saw="cuda, and torch sees no CUDA device",
+                rule="the device is there",
+                change="pass --device cpu, or install a CUDA build of torch",
+            )
+        )
+    return torch.device("cuda" if available and config.device != "cpu" else "cpu")
+
+
+def _hardware(device: torch.device) -> Hardware:
+    if device.type == "cpu":
+        return CPU
+    p = torch.cuda.get_device_properties(device)
+    return Hardware(
+        name=p.name,
+        cc=p.major * 10 + p.minor,
+        num_sms=p.multi_processor_count,
+        smem_per_block_bytes=p.shared_memory_per_block_optin,
+        hbm_bytes=p.total_memory,
+    )
+
+
+def _dtype(config: EngineConfig, model: ModelConfig, device: torch.device) -> DType:
+    if config.dtype != "auto":
+        return config.dtype
+    return "float32" if device.type == "cpu" else model.dtype
+
+
+def _encoder_patches(
+    config: EngineConfig, model: ModelConfig, processor: ImageProcessor | None
+) -> int:
+    """The encoder's budget a step: asked for, or the largest sequence the processor makes."""
+    if model.vision is None:
+        return 0
+    if config.encoder_patches is not None:
+        return config.encoder_patches
+    return DEFAULT_ENCODER_PATCHES if processor is None else processor.max_patches
+
+
+def _image_plans(
+    config: EngineConfig, model: Model, dtype: DType, patches: int, hardware: Hardware
+) -> PlanTable:
+    limits = PlanLimits(
+        dtype=dtype,
+        page_size=None,
+        max_batch=max(1, patches),
+        max_q_len=max(1, patches),
+        max_kv_len=max(1, patches),
+    )
+    return make_table(model.image_sites(), limits, hardware, config.attention)
+
+
+def _load(
+    config: EngineConfig,
+    entry: ModelEntry,
+    model_config: ModelConfig,
+    model: Model,
+    checkpoint: Checkpoint,
+    device: torch.device,
+    progress: Progress | None,
+) -> None:
+    weight_map = entry.weight_map(model_config)
+    if config.weights == "random":
+        load.randomize(weight_map, model, device, config.seed)
+        return
+    found = accept(headers.read(checkpoint.folder))
+    plan = accept(resolve(weight_map, found, load.parameters_of(model)))
+    for warning in plan.warnings:
+        log.warning("%s", warning)
+    load.load(plan, model, checkpoint.folder, device, progress)
+
+
+@torch.inference_mode()
+def _measure_encoder(
+    model: Model, plans: PlanTable, config: ModelConfig, patches: int, device: torch.device
+) -> int:
+    """Bytes that the tower takes beyond its weights when it runs at the budget. Not measured on a
+    CPU, where the pages' size does not depend on it."""
+    if config.vision is None or device.type == "cpu":
+        return 0
+    side = config.vision.merge
+    grid = (side, max(side, patches // side // side * side))
+    features = 3 * config.vision.patch_size**2
+    noise = np.random.default_rng(0).integers(0, 256, (grid[0] * grid[1], features), np.uint8)
+    before = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    model.encode_images(torch.from_numpy(noise).to(device), [grid], plans)
+    peak = torch.cuda.max_memory_allocated(device) - before
+    torch.cuda.empty_cache()
+    return peak
+
+
+def _sizes(
+    config: EngineConfig,
+    model: ModelConfig,
+    specs: Sequence[LayerSpec],
+    patches: int,
+    device: torch.device,
+    encoder_peak: int,
+) -> _Sizes:
+    """The pages' budget, and the longest request: the user's, or what model and pages both
+    allow."""
+    wanted = config.max_model_len or model.text.max_position
+    if wanted > model.text.max_position:
+        raise Refused(
+            Finding(
+                where="max_model_len",
+                saw=str(wanted),
+                rule=f"at most the model's {model.text.max_position} positions",
+                change=f"pass --max-model-len {model.text.max_position} or less",
+            )
+        )
+    token_bytes = sum(s.bytes_per_token() for s in specs)
+    budget = config.kv_cache_bytes or _kv_bytes(config, device, encoder_peak)
+    # no more than every running request at full length can use
+    pages_each = -(-wanted // config.page_size)
+    budget = min(budget, config.max_running * pages_each * config.page_size * token_bytes)
+    if config.max_model_len is None:
+        held = budget // (token_bytes * config.page_size) * config.page_size
+        wanted = max(1, min(wanted, held))
+    cache = accept(plan_cache(specs, config.page_size, budget, wanted, config.max_running))
+    return _Sizes(wanted, patches, cache)
+
+
+def _kv_bytes(config: EngineConfig, device: torch.device, encoder_peak: int) -> int:
+    if device.type == "cpu":
+        return GIB
+    free, total = torch.cuda.mem_get_info(device)
+    kept = int(total * (1 - config.memory_fraction))
+    return free - kept - encoder_peak - config.encoder_cache_bytes - WORKSPACE_BYTES
+
+
+def _assemble(
+    config: EngineConfig,
+    model_config: ModelConfig,
+    model: Model,
+    sizes: _Sizes,
+    image_plans: PlanTable,
+    device: torch.device,
+) -> Engine:
+    specs = model.cache_specs()
+    dtype = specs[0].dtype
+    pool = KvPool(specs, sizes.cache.num_pages, config.page_size, device)
+    limits = PlanLimits(
+        dtype=dtype,
+        page_size=config.page_size,
+        max_batch=config.max_running,
+        max_q_len=config.max_step_tokens,
+        max_kv_len=sizes.max_model_len,
+    )
+    plans = make_table(model.text_sites(), limits, _hardware(device), config.attention)
+    assert all(phase is not Phase.ENCODE for _, phase in model.text_sites())
+    row_bytes = model_config.text.hidden_size * ITEM_BYTES[dtype]
+    encoder_pool = EncoderPool()
+    image_id = model_config.image_token_id
+    parts = RunnerParts(
+        model=model,
+        pool=pool,
+        encoder_pool=encoder_pool,
+        encoder=ImageEncoder(model, image_plans, encoder_pool, device),
+        builder=BatchBuilder(
+            max_running=config.max_running,
+            max_pages=-(-sizes.max_model_len // config.page_size),
+            page_size=config.page_size,
+            device=device,
+        ),
+        sampler=Sampler(
+            config.max_running,
+            model_config.text.vocab_size,
+            [] if image_id is None else [image_id],
+            device,
+        ),
+        plans=plans,
+    )
+    scheduler = Scheduler(
+        SchedulerLimits(
+            max_running=config.max_running,
+            max_waiting=config.max_waiting,
+            max_step_tokens=config.max_step_tokens,
+            max_model_len=sizes.max_model_len,
+            encoder_patches=sizes.encoder_patches,
+            page_size=config.page_size,
+            prefix_cache=config.prefix_cache,
+        ),
+        Manager(sizes.cache.num_pages, config.page_size, config.prefix_cache),
+        EncoderCache(config.encoder_cache_bytes, row_bytes),
+    )
+    return Engine(scheduler, Runner(parts), step_ahead=config.step_ahead)

@@ -1,0 +1,169 @@
+"""One forward step on the device: drop and encode images, lay out the batch, run the model, sample.
+Owns the model and the device memory; takes plans and gives results, decides nothing.
+
+Legend: T packed tokens, S sampled rows, V vocabulary."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from vitrail.attention.plan import PlanTable
+from vitrail.cache.encoder_pool import EncoderPool
+from vitrail.cache.kv_pool import KvPool
+from vitrail.engine.batch import Batch, BatchBuilder
+from vitrail.engine.encode import ImageEncoder
+from vitrail.engine.request import TokenLogprob
+from vitrail.engine.sampler import RowLogprobs, Sampled, Sampler, read_logprob
+from vitrail.engine.step import (
+    ImageSlice,
+    PromptRows,
+    SequenceStep,
+    StepInputs,
+    StepPlan,
+    StepResult,
+)
+from vitrail.models.interface import Model
+
+# Rows of prompt logits materialised at once: [256, V] in fp32.
+PROMPT_ROWS = 256
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunnerParts:
+    """What a runner is assembled from; `engine/build.py` makes each."""
+
+    model: Model
+    pool: KvPool
+    encoder_pool: EncoderPool
+    encoder: ImageEncoder
+    builder: BatchBuilder
+    sampler: Sampler
+    plans: PlanTable
+
+
+class Runner:
+    """Launches steps in order. `launch` returns before the device is done; `Launched.read`
+    waits."""
+
+    def __init__(self, parts: RunnerParts):
+        self._p = parts
+        # rows that return more than a token: slot -> (top prompt logprobs or None, logits wanted)
+        self._extras: dict[int, tuple[int | None, bool]] = {}
+        # entries without rows, until a plan drops them: a step launched ahead may still read one
+        self._failed_entries: set[int] = set()
+
+    @torch.inference_mode()
+    def launch(self, plan: StepPlan, inputs: StepInputs) -> "Launched":
+        """Run one step. The plan's sampled tokens stay on the device for the next step."""
+        p = self._p
+        p.sampler.setup(inputs.setups)
+        for s in inputs.setups:
+            self._extras[s.slot] = (s.params.prompt_logprobs, s.want_logits)
+        p.encoder_pool.drop(plan.drop_entries)
+        self._failed_entries -= set(plan.drop_entries)
+        failed = p.encoder.run(plan.encodes, inputs.pixels)
+        self._failed_entries |= set(failed)
+        batch = p.builder.build(plan, inputs, p.plans, p.pool)
+        hidden = p.model.embed(batch.token_ids)
+        hidden = self._place_images(hidden, plan.slices)
+        hidden = p.model.forward(hidden, batch.context)
+        sampled = self._sample(hidden, batch, inputs)
+        rows = self._prompt_rows(hidden, plan, inputs)
+        return Launched(plan, sampled, rows, failed)
+
+    def _place_images(self, hidden: Tensor, slices: tuple[ImageSlice, ...]) -> Tensor:
+        """Image embeddings over their placeholders. A failed image's rows become NaN: the scheduler
+        fails its requests once it has read the result, and nobody else reads them."""
+        for s in slices:
+            at = slice(s.token_start, s.token_start + s.length)
+            if s.entry in self._failed_entries:
+                hidden[at] = torch.nan
+            else:
+                hidden[at] = self._p.encoder_pool.slice(s.entry, s.entry_start, s.length)
+        return hidden
+
+    def _sample(self, hidden: Tensor, batch: Batch, inputs: StepInputs) -> Sampled | None:
+        if not batch.sample_slots:
+            return None
+        logits = self._p.model.logits(hidden[batch.sample_rows])
+        slots = batch.sample_slots
+        sampled = self._p.sampler.sample(logits, slots, inputs.draws, inputs.output_index)
+        rows = torch.tensor(slots, device=hidden.device)
+        self._p.builder.last_tokens[rows] = sampled.token_ids.clamp(min=0)
+        return sampled
+
+    def _prompt_rows(
+        self, hidden: Tensor, plan: StepPlan, inputs: StepInputs
+    ) -> dict[int, PromptRows]:
+        """Logprobs or logits of prefill positions, for the sequences that asked for them."""
+        out: dict[int, PromptRows] = {}
+        start = 0
+        for s in plan.prefills:
+            top, want_logits = self._extras[s.slot]
+            if top is not None or want_logits:
+                next_ids = inputs.next_ids[start : start + s.length].tolist()
+                out[s.seq] = self._rows_of(hidden[start : start + s.length], s, next_ids)
+            start += s.length
+        return out
+
+    def _rows_of(self, hidden: Tensor, s: SequenceStep, next_ids: list[int]) -> PromptRows:
+        top, want_logits = self._extras[s.slot]
+        logprobs: list[TokenLogprob] = []
+        logits: list[Tensor] = []
+        for i in range(0, s.length, PROMPT_ROWS):
+            part = self._p.model.logits(hidden[i : i + PROMPT_ROWS])
+            if want_logits:
+                logits.append(part.cpu())
+            if top is not None:
+                logprobs += _prompt_logprobs(part, next_ids[i : i + PROMPT_ROWS], top)
+        return PromptRows(
+            start=s.start,
+            logprobs=None if top is None else logprobs,
+            logits=torch.cat(logits).numpy() if want_logits else None,
+        )
+
+
+def _prompt_logprobs(logits_TV: Tensor, next_ids: list[int], top: int) -> list[TokenLogprob]:
+    """For each position whose next prompt token is known, that token's logprob and the
+    likeliest."""
+    logprobs_TV = torch.log_softmax(logits_TV, dim=-1)
+    best = logprobs_TV.topk(top, dim=-1)
+    return [
+        read_logprob(t, RowLogprobs(logprobs_TV[i, t], best.indices[i], best.values[i]))
+        for i, t in enumerate(next_ids)
+        if t >= 0
+    ]
+
+
+class Launched:
+    """A step on its way."""
+
+    def __init__(
+        self,
+        plan: StepPlan,
+        sampled: Sampled | None,
+        prompt_rows: dict[int, PromptRows],
+        failed_entries: dict[int, str],
+    ):
+        self.plan = plan
+        self._sampled = sampled
+        self._prompt_rows = prompt_rows
+        self._failed = failed_entries
+
+    def read(self) -> StepResult:
+        """Wait for the device and copy the tokens out."""
+        ids: list[int] = []
+        logprobs: list[TokenLogprob | None] = []
+        if self._sampled is not None:
+            ids = self._sampled.token_ids.tolist()
+            logprobs = [
+                None if row is None or token < 0 else read_logprob(token, row)
+                for token, row in zip(ids, self._sampled.logprobs, strict=True)
+            ]
+        return StepResult(
+            token_ids=ids,
+            logprobs=logprobs,
+            prompt_rows=self._prompt_rows,
+            failed_entries=self._failed,
+        )

@@ -1,0 +1,490 @@
+"""The scheduler: which tokens of which requests the next step computes. Owns every request from
+`add` to its last output, their slots and handles; the pages are the cache manager's, embeddings the
+encoder cache's. Ints on the host: knows no device, no text, and no clock.
+
+A step has the next token of every running sequence whose prompt is done, then chunks of prompts.
+Steps may be planned ahead of the results they build on; all that a plan needs of those is how many
+tokens they sample, which is known. What a step computed for a sequence that ended or was preempted
+meanwhile is ignored: its handle is gone."""
+
+from array import array
+from collections import Counter, deque
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+from msgspec.structs import replace
+
+from vitrail.cache.encoder import EncoderCache, EncoderEntry
+from vitrail.cache.manager import CacheUsage, Manager
+from vitrail.cache.page_keys import PageKeys
+from vitrail.config.finding import Refused
+from vitrail.engine import policy
+from vitrail.engine.policy import Groups
+from vitrail.engine.request import (
+    EngineRequest,
+    FinishReason,
+    ImageInput,
+    Output,
+    Sequence,
+    TokenLogprob,
+    overloaded,
+    request_findings,
+)
+from vitrail.engine.step import (
+    PromptRows,
+    SequenceStep,
+    StepDraft,
+    StepInputs,
+    StepPlan,
+    StepResult,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerLimits:
+    """Requests at once and queued, tokens computed and image patches encoded in a step, tokens of a
+    prompt with its output. `page_size` and `prefix_cache` are the manager's."""
+
+    max_running: int
+    max_waiting: int
+    max_step_tokens: int
+    max_model_len: int
+    encoder_patches: int
+    page_size: int
+    prefix_cache: bool
+
+
+@dataclass(slots=True, kw_only=True)
+class _Flight:
+    """A plan whose result is not absorbed. `encoded`: its new entries by id; `readers`: (entry id,
+    sequence) for every slice."""
+
+    plan: StepPlan
+    encoded: dict[int, EncoderEntry]
+    readers: list[tuple[int, int]]
+
+
+@dataclass(slots=True, eq=False)
+class _Step:
+    """What `schedule` knows of the step at hand. `tokens` are left. `images_wait`: an image did not
+    fit, so nobody behind it takes another one: the room that it needs is not taken from under it.
+    `done`: references whose span ends in this step."""
+
+    tokens: int
+    draft: StepDraft = field(default_factory=StepDraft)
+    patches: int = 0
+    images_wait: bool = False
+    encoded: dict[int, EncoderEntry] = field(default_factory=dict[int, EncoderEntry])
+    readers: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
+    done: list[tuple[EncoderEntry, int]] = field(default_factory=list[tuple[EncoderEntry, int]])
+
+
+class Scheduler:
+    """`schedule`, launch, `absorb` (or `fail`), in the order of launches; at any moment `add` and
+    `abort`. Not thread-safe."""
+
+    def __init__(self, limits: SchedulerLimits, manager: Manager, encoder: EncoderCache):
+        assert limits.page_size == manager.page_size
+        self._limits = limits
+        self._manager = manager
+        self._encoder = encoder
+        # The longest prompt with output that can be held: all pages, by one request.
+        self._pool_len = manager.num_pages * manager.page_size
+        self._requests: dict[str, Sequence] = {}  # all that have not ended
+        self._waiting: list[Sequence] = []
+        self._running: list[Sequence] = []
+        self._live: dict[int, Sequence] = {}  # the running ones, by handle
+        self._groups = Groups()
+        self._slots = list(range(limits.max_running))
+        self._flights: deque[_Flight] = deque()
+        self._redrop: tuple[int, ...] = ()  # drops of failed steps, which may not have happened
+        self._arrivals = 0
+        self._handles = 0
+        self._plans = 0
+        self.preemptions = 0
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that hold nothing: queued, preempted or waiting for their group's leader."""
+        return len(self._requests) - len(self._running)
+
+    @property
+    def idle(self) -> bool:
+        """Nothing is left to schedule or to absorb."""
+        return not self._requests and not self._flights
+
+    def cache_usage(self) -> CacheUsage:
+        """Pages and prefix hits, for metrics."""
+        return self._manager.usage()
+
+    def add(self, request: EngineRequest) -> None:
+        """Queue a request. Raises `Refused` if it can never run, or the queue is full."""
+        limits = self._limits
+        findings = request_findings(
+            request, limits.max_model_len, self._pool_len, limits.encoder_patches
+        )
+        if not findings and self.num_waiting >= limits.max_waiting:
+            findings = [overloaded(self.num_waiting, limits.max_waiting)]
+        if findings:
+            raise Refused(findings)
+        assert request.id not in self._requests, f"request {request.id} is already here"
+        assert request.max_tokens >= 1
+        num_prompt = len(request.prompt_token_ids)
+        spans = [(i.offset, i.num_tokens, i.identity) for i in request.images]
+        assert all(offset + length <= num_prompt for offset, length, _ in spans)
+        tokens = array("i", request.prompt_token_ids)
+        seq = Sequence(
+            request=request,
+            arrival=self._arrivals,
+            tokens=tokens,
+            keys=PageKeys(tokens, spans, limits.page_size),
+            num_prompt=num_prompt,
+            end=min(num_prompt + request.max_tokens, limits.max_model_len, self._pool_len),
+        )
+        self._arrivals += 1
+        self._requests[request.id] = seq
+        # Without a cache to share there is nothing to wait for.
+        if not limits.prefix_cache or self._groups.join(seq):
+            policy.enqueue(self._waiting, seq)
+
+    def abort(self, request_id: str) -> Output | None:
+        """End a request now, wherever it is; what it held is free at once. None if it is unknown or
+        has ended."""
+        seq = self._requests.get(request_id)
+        return None if seq is None else self._end(seq, FinishReason.ABORT)
+
+    def schedule(self) -> tuple[StepPlan, StepInputs] | None:
+        """The next step, or None if nothing can be computed before a result is absorbed."""
+        step = _Step(tokens=self._limits.max_step_tokens)
+        prefilling = self._decode(step)
+        for seq in prefilling:
+            if step.tokens:
+                self._prefill(step, seq)
+        while self._waiting and step.tokens and self._slots and self._admit(self._waiting[0]):
+            self._prefill(step, self._waiting.pop(0))
+        draft = step.draft
+        if not draft.prefills and not draft.decodes:
+            # Without results to come nothing would ever change.
+            assert self._flights or not self._requests, "requests are stuck"
+            return None
+        # Taken before the references below go: an entry dropped by those is read in this step.
+        drops = self._redrop + self._encoder.take_dropped()
+        self._redrop = ()
+        for entry in step.encoded.values():
+            self._encoder.mark_ready(entry)
+        for entry, seq_id in step.done:
+            self._encoder.release(entry, seq_id)
+        plan, inputs = draft.finish(self._plans, drops)
+        self._plans += 1
+        self._flights.append(_Flight(plan=plan, encoded=step.encoded, readers=step.readers))
+        return plan, inputs
+
+    def absorb(self, plan: StepPlan, result: StepResult) -> list[Output]:
+        """Take in the result of the oldest launched step; what it gave each request."""
+        flight = self._flights.popleft()
+        assert flight.plan is plan, f"step {plan.index} is not the oldest"
+        outputs = self._fail_images(flight, result.failed_entries)
+        sampled = iter(zip(result.token_ids, result.logprobs, strict=True))
+        live = self._live
+        for row in plan.prefills:
+            token, logprob = next(sampled) if row.sample else (None, None)
+            seq = live.get(row.seq)
+            if seq is not None:
+                rows = result.prompt_rows.get(row.seq)
+                outputs += self._absorb_chunk(seq, row, token, logprob, rows)
+        for row, (token, logprob) in zip(plan.decodes, sampled, strict=True):
+            seq = live.get(row.seq)
+            if seq is not None:
+                outputs.append(self._advance(seq, row, token, logprob))
+        return outputs
+
+    def fail(self, plan: StepPlan, reason: str) -> list[Output]:
+        """A launched step raised: its requests end with `ERROR`. Those of later steps that read an
+        image it was to encode start again."""
+        flight = next(f for f in self._flights if f.plan is plan)
+        self._flights.remove(flight)
+        self._redrop += plan.drop_entries
+        outputs = [
+            self._end(seq, FinishReason.ERROR, reason)
+            for row in (*plan.prefills, *plan.decodes)
+            if (seq := self._live.get(row.seq)) is not None
+        ]
+        for entry in flight.encoded.values():
+            self._encoder.forget(entry)
+            for seq in self._readers(entry.id):
+                self._preempt(seq)
+        return outputs
+
+    def check(self) -> None:
+        """Every invariant, the caches' too. O(requests + pages)."""
+        self._manager.check()
+        self._encoder.check()
+        self._check_queues()
+        sampled = Counter(r.seq for f in self._flights for r in f.plan.sampled)
+        page_size, held = self._limits.page_size, dict[int, int]()
+        for seq in self._running:
+            pages = len(self._manager.pages(seq.id))
+            assert seq.pages_sent in (0, pages), f"{seq.pages_sent} of {pages} pages sent"
+            assert seq.cached <= seq.launched <= pages * page_size
+            assert seq.in_flight == sampled[seq.id]
+            assert len(seq.tokens) + seq.in_flight <= seq.end <= seq.num_prompt + self._pool_len
+            if seq.launched >= seq.goal:
+                assert seq.launched == len(seq.tokens) + seq.in_flight - 1
+                assert not seq.held
+            assert len(seq.held) <= 1, "more than the image that the last chunk cut"
+            for entry in seq.held:
+                assert entry.users[seq.id] == 1
+                held[entry.id] = entry.num_tokens
+        referenced = sum(held.values()) * self._encoder.bytes_per_token
+        assert referenced == self._encoder.referenced_bytes, "referenced by none that runs"
+
+    def _check_queues(self) -> None:
+        parked = self._groups.parked()
+        queued = [*self._waiting, *self._running, *parked]
+        assert {id(s) for s in queued} == {id(s) for s in self._requests.values()}
+        assert len(queued) == len(self._requests), "a request is in two queues"
+        for queue in (self._waiting, self._running):
+            assert all(a.arrival < b.arrival for a, b in pairwise(queue))
+        assert self._live == {s.id: s for s in self._running}
+        slots = [*self._slots, *(s.slot for s in self._running)]
+        assert sorted(slots) == list(range(self._limits.max_running))
+        assert all(s.id == s.slot == -1 and not s.held for s in (*self._waiting, *parked))
+        self._groups.check([*self._waiting, *self._running])
+
+    # Planning
+
+    def _decode(self, step: _Step) -> list[Sequence]:
+        """A token for every running sequence that can have one, oldest first. Returns those whose
+        prompt is not done. Victims of preemption are younger than the sequence at hand, so none is
+        in the plan already."""
+        prefilling: list[Sequence] = []
+        running, draft, page_size = self._running, step.draft, self._limits.page_size
+        i = 0
+        while i < len(running) and step.tokens:
+            seq = running[i]
+            i += 1
+            if seq.launched < seq.goal:
+                prefilling.append(seq)
+            elif len(seq.tokens) + seq.in_flight < seq.end:
+                if seq.launched < seq.pages_sent * page_size:
+                    draft.decode(seq, ())
+                elif self._grow(seq):
+                    draft.decode(seq, self._new_pages(seq))
+                else:
+                    continue
+                step.tokens -= 1
+        return prefilling
+
+    def _grow(self, seq: Sequence) -> bool:
+        """A page more for `seq`, at the cost of younger ones. False if it has to go itself, or
+        would but for the token that is on its way: that one is not thrown away. One that is alone
+        goes where pages it computed beside equal cached ones fill the pool; it resumes on those."""
+        while not self._manager.reserve(seq.id, seq.launched + 1):
+            victim = policy.victim(self._running)
+            if victim is seq and seq.in_flight:
+                return False
+            self._preempt(victim)
+            if victim is seq:
+                return False
+        return True
+
+    def _new_pages(self, seq: Sequence) -> tuple[int, ...]:
+        return tuple(self._manager.pages(seq.id)[seq.pages_sent :])
+
+    def _admit(self, seq: Sequence) -> bool:
+        """Give the head of the queue a slot and all the pages that its known tokens and the next
+        one need. False if they are not to be had: nobody behind it goes first."""
+        manager = self._manager
+        if manager.free_pages <= seq.refused_at:
+            return False
+        handle, num_tokens = self._handles, len(seq.tokens)
+        cached = manager.open(handle, seq.keys, num_tokens if _may_reuse(seq) else 1)
+        if not manager.reserve(handle, num_tokens + 1):
+            manager.close(handle)
+            seq.refused_at = manager.free_pages
+            return False
+        self._handles += 1
+        seq.id, seq.slot = handle, self._slots.pop()
+        seq.cached = seq.launched = cached
+        seq.goal = num_tokens
+        seq.commit_at = cached + manager.page_size
+        if num_tokens == seq.num_prompt:
+            seq.cached_tokens = cached
+        ends = (i.offset + i.num_tokens for i in seq.request.images)
+        seq.image_at = sum(end <= cached for end in ends)
+        self._live[handle] = seq
+        policy.enqueue(self._running, seq)
+        return True
+
+    def _prefill(self, step: _Step, seq: Sequence) -> None:
+        """The next chunk of `seq`: as much as the step has tokens and images for, maybe nothing."""
+        end = self._claim_images(step, seq, min(seq.goal, seq.launched + step.tokens))
+        if end == seq.launched:
+            return
+        step.tokens -= end - seq.launched
+        step.readers += [(entry.id, seq.id) for entry in seq.held]
+        step.draft.prefill(seq, end, self._new_pages(seq))
+        images = seq.request.images
+        while seq.held and images[seq.image_at].offset + images[seq.image_at].num_tokens <= end:
+            step.done.append((seq.held.pop(0), seq.id))
+            seq.image_at += 1
+
+    def _claim_images(self, step: _Step, seq: Sequence, end: int) -> int:
+        """Hold the entries of all images before `end`; where the chunk must end if one is not to be
+        had. `seq.held` are those of images[image_at:] so far."""
+        images = seq.request.images
+        for image in images[seq.image_at + len(seq.held) :]:
+            if image.offset >= end:
+                break
+            entry = None if step.images_wait else self._claim(step, image)
+            if entry is None:
+                step.images_wait = True
+                return max(image.offset, seq.launched)
+            self._encoder.acquire(entry, seq.id)
+            seq.held.append(entry)
+        return end
+
+    def _claim(self, step: _Step, image: ImageInput) -> EncoderEntry | None:
+        """The entry of `image`, encoded in this step if need be. None: no room, or no budget."""
+        entry = self._encoder.lookup(image.identity)
+        if entry is not None:
+            return entry
+        if step.patches + image.num_patches > self._limits.encoder_patches:
+            return None
+        entry = self._encoder.admit(image.identity, image.num_tokens)
+        if entry is not None:
+            step.patches += image.num_patches
+            step.encoded[entry.id] = entry
+            step.draft.encode(entry.id, image)
+        return entry
+
+    # Results
+
+    def _absorb_chunk(
+        self,
+        seq: Sequence,
+        row: SequenceStep,
+        token: int | None,
+        logprob: TokenLogprob | None,
+        rows: PromptRows | None,
+    ) -> list[Output]:
+        """A prompt's chunk is computed; with its last one comes a token."""
+        first = len(seq.tokens) == seq.num_prompt
+        if token is not None:
+            if first and token >= 0:
+                for member in self._groups.prompt_done(seq):
+                    policy.enqueue(self._waiting, member)
+            output = self._advance(seq, row, token, logprob)
+            if first and token >= 0:
+                output = replace(output, cached_tokens=seq.cached_tokens)
+        elif rows is None:
+            return []
+        else:
+            output = Output(request_id=seq.request.id, token_ids=[], finish_reason=None)
+        if rows is None or output.error is not None:
+            return [output]
+        # Rows that were returned before a preemption are not returned again.
+        start, end = max(seq.rows_sent, row.start), min(row.start + row.length, seq.num_prompt)
+        if start < end:
+            seq.rows_sent = end
+            new = slice(start - row.start, end - row.start)
+            logprobs = None if rows.logprobs is None else rows.logprobs[new]
+            logits = None if rows.logits is None else rows.logits[new]
+            output = replace(output, prompt_logprobs=logprobs, logits=logits, logits_start=start)
+        return [output]
+
+    def _advance(
+        self, seq: Sequence, row: SequenceStep, token: int, logprob: TokenLogprob | None
+    ) -> Output:
+        """One more token of `seq`. Only what led to finite logits is offered to others."""
+        seq.in_flight -= 1
+        if token < 0:
+            return self._end(seq, FinishReason.ERROR, "the model's logits were not finite")
+        seq.tokens.append(token)
+        computed = row.start + row.length
+        if computed >= seq.commit_at:
+            self._manager.commit(seq.id, computed)
+            size = self._limits.page_size
+            seq.commit_at = (computed // size + 1) * size
+        reason, request = None, seq.request
+        stop = token in request.stop_token_ids  # masked while below min_tokens
+        if stop:
+            reason = FinishReason.STOP
+        elif len(seq.tokens) >= seq.end:
+            reason = FinishReason.LENGTH
+        if reason is not None:
+            self._forget(seq)
+        return Output(
+            request_id=request.id,
+            token_ids=[token],
+            finish_reason=reason,
+            stop_token_id=token if stop else None,
+            logprobs=None if logprob is None else [logprob],
+        )
+
+    def _fail_images(self, flight: _Flight, failed: dict[int, str]) -> list[Output]:
+        """End every request that read an entry whose encoding failed, in this step or later."""
+        outputs: list[Output] = []
+        for entry_id, reason in failed.items():
+            if entry_id in flight.encoded:
+                self._encoder.forget(flight.encoded[entry_id])
+            error = f"an image could not be encoded: {reason}"
+            for seq in self._readers(entry_id, flight):
+                outputs += [self._end(seq, FinishReason.ERROR, error)]
+        return outputs
+
+    def _readers(self, entry_id: int, *flights: _Flight) -> list[Sequence]:
+        """Running sequences that read an entry in `flights` or in any not yet absorbed."""
+        readers = (r for f in (*flights, *self._flights) for r in f.readers)
+        ids = dict.fromkeys(seq for entry, seq in readers if entry == entry_id)
+        return [self._live[seq] for seq in ids if seq in self._live]
+
+    # Leaving
+
+    def _end(self, seq: Sequence, reason: FinishReason, error: str | None = None) -> Output:
+        self._forget(seq)
+        return Output(request_id=seq.request.id, token_ids=[], finish_reason=reason, error=error)
+
+    def _forget(self, seq: Sequence) -> None:
+        """`seq` ends, wherever it is."""
+        del self._requests[seq.request.id]
+        if seq.id >= 0:
+            self._stop(seq)
+        elif not self._groups.is_parked(seq):
+            policy.remove(self._waiting, seq)
+        heir = self._groups.leave(seq)
+        if heir is not None:
+            policy.enqueue(self._waiting, heir)
+
+    def _preempt(self, seq: Sequence) -> None:
+        """Back to its place in the queue with the tokens it has; those in flight are sampled again,
+        the same, since a draw depends on the seed and the index alone."""
+        self._stop(seq)
+        policy.enqueue(self._waiting, seq)
+        self.preemptions += 1
+
+    def _stop(self, seq: Sequence) -> None:
+        """Give back all that a running sequence holds."""
+        policy.remove(self._running, seq)
+        del self._live[seq.id]
+        self._manager.close(seq.id)
+        for entry in seq.held:
+            self._encoder.release(entry, seq.id)
+        seq.held.clear()
+        self._slots.append(seq.slot)
+        seq.id = seq.slot = seq.refused_at = -1
+        seq.in_flight = seq.pages_sent = 0
+
+
+def _may_reuse(seq: Sequence) -> bool:
+    """Whether a cached prefix leaves no gap in the rows of logits or logprobs asked for."""
+    request = seq.request
+    if seq.rows_sent >= seq.num_prompt:
+        return True
+    if request.params.prompt_logprobs is not None:
+        return False
+    return not request.want_logits or seq.rows_sent == 0

@@ -1,0 +1,237 @@
+"""A step as values. `StepPlan` is ints alone (handles, ranges, page ids): it can be broadcast,
+recorded and replayed without revealing a prompt. Token ids and pixels travel in `StepInputs`, which
+is never recorded. No torch."""
+
+from array import array
+from dataclasses import dataclass, field
+
+import msgspec
+import numpy as np
+
+from vitrail.engine.request import ImageInput, SamplingParams, Sequence, TokenLogprob
+
+
+class SequenceStep(msgspec.Struct, frozen=True, gc=False):
+    """Positions [start, start + length) of sequence `seq`, which lives in row `slot` of the
+    runner's tables. `new_pages` are appended to the row's block table at index `pages_before` (0
+    resets the row). `sample`: its last position gives a token. A decode has length 1 and takes its
+    input from the row's last sampled token, on the device. A request that resumes after preemption
+    comes as another `seq`."""
+
+    seq: int
+    slot: int
+    start: int
+    length: int
+    pages_before: int
+    new_pages: tuple[int, ...]
+    sample: bool
+
+
+class EncodeJob(msgspec.Struct, frozen=True, gc=False):
+    """Encode one whole image into encoder entry `entry`; `height` x `width` patches."""
+
+    entry: int
+    height: int
+    width: int
+    num_tokens: int
+
+
+class ImageSlice(msgspec.Struct, frozen=True, gc=False):
+    """Rows [entry_start, entry_start + length) of encoder entry `entry` replace the embeddings of
+    the step's prefill tokens [token_start, token_start + length) (index in the packed prefill)."""
+
+    entry: int
+    entry_start: int
+    token_start: int
+    length: int
+
+
+class StepPlan(msgspec.Struct, frozen=True):
+    """Order of work: drop entries, encode, then one forward pass over [prefills | decodes]. An
+    entry whose encoding failed, or whose step did, is dropped like any other: the runner may not
+    hold it. `encodes` is never without a slice of it in the same plan."""
+
+    index: int
+    prefills: tuple[SequenceStep, ...]
+    decodes: tuple[SequenceStep, ...]
+    encodes: tuple[EncodeJob, ...]
+    slices: tuple[ImageSlice, ...]
+    drop_entries: tuple[int, ...]
+
+    @property
+    def sampled(self) -> tuple[SequenceStep, ...]:
+        """Sequences that get a token, in result order: prefills first."""
+        return tuple(s for s in (*self.prefills, *self.decodes) if s.sample)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlotSetup:
+    """Sampling state of a row that a sequence enters (again, after preemption): parameters, the
+    prompt and the output so far (for penalties and min_tokens), ids that end it, what to return.
+    It comes with the sequence's first chunk."""
+
+    slot: int
+    seq: int
+    params: SamplingParams
+    prompt_token_ids: list[int]
+    output_token_ids: list[int]
+    stop_token_ids: frozenset[int]
+    want_logits: bool
+
+
+@dataclass(slots=True, kw_only=True)
+class StepInputs:
+    """What the plan's ints stand for, in the plan's order. `token_ids`: int64 [prefill tokens],
+    image positions hold the image id. `next_ids`: parallel; the prompt token that follows each
+    position, -1 where none does (for prompt logprobs). `draws`: float64 [sampled], one uniform in
+    [0, 1) each. `output_index`: int64 [sampled], how many tokens the sequence sampled before this
+    one. `pixels`: parallel to `encodes`."""
+
+    token_ids: np.ndarray
+    next_ids: np.ndarray
+    draws: np.ndarray
+    output_index: np.ndarray
+    setups: list[SlotSetup]
+    pixels: list[np.ndarray]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptRows:
+    """What a prefill chunk returned for its positions beside the sampled token. `logprobs`: an
+    entry for each position whose next prompt token is known, in order. `logits`: fp32 [length,
+    vocab]."""
+
+    start: int
+    logprobs: list[TokenLogprob] | None
+    logits: np.ndarray | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepResult:
+    """`token_ids`, parallel to `plan.sampled`; -1: the row's logits were not finite (that request
+    fails). `logprobs`: parallel, None where not asked for. `prompt_rows`: by seq. `failed_entries`:
+    images whose encoding failed, with the reason; sequences that needed them have token -1."""
+
+    token_ids: list[int]
+    logprobs: list[TokenLogprob | None]
+    prompt_rows: dict[int, PromptRows]
+    failed_entries: dict[int, str]
+
+
+def draws(seeds: list[int], output_index: np.ndarray) -> np.ndarray:
+    """float64 [n], uniform in [0, 1): a function of (seed, output index) alone, so that a request's
+    draws do not depend on its batch, on preemption or on who else samples. Two rounds of splitmix64
+    (Steele, Lea and Flood 2014), the upper 53 bits."""
+    start = _mix(np.array(seeds, dtype=np.uint64) + _GOLDEN)
+    bits = _mix(start + (output_index.astype(np.uint64) + np.uint64(1)) * _GOLDEN)
+    return (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+
+
+def _mix(x: np.ndarray) -> np.ndarray:
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+@dataclass(slots=True)
+class StepDraft:
+    """A plan and its inputs being put together. Decides nothing: it writes down what the scheduler
+    decided, and moves a sequence's `launched`, `in_flight` and `pages_sent` on to match."""
+
+    prefills: list[SequenceStep] = field(default_factory=list[SequenceStep])
+    decodes: list[SequenceStep] = field(default_factory=list[SequenceStep])
+    encodes: list[EncodeJob] = field(default_factory=list[EncodeJob])
+    slices: list[ImageSlice] = field(default_factory=list[ImageSlice])
+    setups: list[SlotSetup] = field(default_factory=list[SlotSetup])
+    pixels: list[np.ndarray] = field(default_factory=list[np.ndarray])
+    _tokens: "array[int]" = field(default_factory=lambda: array("i"))
+    _next: "array[int]" = field(default_factory=lambda: array("i"))
+    # seed and output index of each sampled row: of prefills, of decodes
+    _prefill_seeds: list[int] = field(default_factory=list[int])
+    _prefill_index: list[int] = field(default_factory=list[int])
+    _decode_seeds: list[int] = field(default_factory=list[int])
+    _decode_index: list[int] = field(default_factory=list[int])
+
+    @property
+    def num_prefill_tokens(self) -> int:
+        return len(self._tokens)
+
+    def decode(self, seq: Sequence, new_pages: tuple[int, ...]) -> None:
+        """One more token of `seq`."""
+        start = seq.launched
+        self.decodes.append(
+            SequenceStep(seq.id, seq.slot, start, 1, seq.pages_sent, new_pages, True)
+        )
+        self._decode_seeds.append(seq.request.seed)
+        self._decode_index.append(start + 1 - seq.num_prompt)
+        seq.launched = start + 1
+        seq.in_flight += 1
+        seq.pages_sent += len(new_pages)
+
+    def prefill(self, seq: Sequence, end: int, new_pages: tuple[int, ...]) -> None:
+        """Positions [seq.launched, end) of `seq`, whose images there are in `seq.held`."""
+        start, sample = seq.launched, end == seq.goal
+        if seq.pages_sent == 0:
+            self.setups.append(_setup(seq))
+        self._slice_images(seq, start, end)
+        self.prefills.append(
+            SequenceStep(seq.id, seq.slot, start, end - start, seq.pages_sent, new_pages, sample)
+        )
+        following = seq.tokens[start + 1 : min(end + 1, seq.num_prompt)]
+        self._tokens += seq.tokens[start:end]
+        self._next += following
+        self._next += array("i", [-1]) * (end - start - len(following))
+        if sample:
+            self._prefill_seeds.append(seq.request.seed)
+            self._prefill_index.append(end - seq.num_prompt)
+            seq.in_flight += 1
+        seq.launched = end
+        seq.pages_sent += len(new_pages)
+
+    def _slice_images(self, seq: Sequence, start: int, end: int) -> None:
+        shift = self.num_prefill_tokens - start
+        for image, entry in zip(seq.request.images[seq.image_at :], seq.held, strict=False):
+            first = max(start, image.offset)
+            length = min(end, image.offset + image.num_tokens) - first
+            self.slices.append(ImageSlice(entry.id, first - image.offset, first + shift, length))
+
+    def encode(self, entry: int, image: ImageInput) -> None:
+        """`image`, whole, into `entry`."""
+        self.encodes.append(EncodeJob(entry, image.height, image.width, image.num_tokens))
+        self.pixels.append(image.patches)
+
+    def finish(self, index: int, drop_entries: tuple[int, ...]) -> tuple[StepPlan, StepInputs]:
+        """The plan numbered `index` and its inputs."""
+        plan = StepPlan(
+            index=index,
+            prefills=tuple(self.prefills),
+            decodes=tuple(self.decodes),
+            encodes=tuple(self.encodes),
+            slices=tuple(self.slices),
+            drop_entries=drop_entries,
+        )
+        output_index = np.array(self._prefill_index + self._decode_index, dtype=np.int64)
+        inputs = StepInputs(
+            token_ids=np.array(self._tokens, dtype=np.int64),
+            next_ids=np.array(self._next, dtype=np.int64),
+            draws=draws(self._prefill_seeds + self._decode_seeds, output_index),
+            output_index=output_index,
+            setups=self.setups,
+            pixels=self.pixels,
+        )
+        return plan, inputs
+
+
+def _setup(seq: Sequence) -> SlotSetup:
+    return SlotSetup(
+        slot=seq.slot,
+        seq=seq.id,
+        params=seq.request.params,
+        prompt_token_ids=seq.request.prompt_token_ids,
+        output_token_ids=list(seq.tokens[seq.num_prompt :]),
+        stop_token_ids=seq.request.stop_token_ids,
+        want_logits=seq.request.want_logits,
+    )
