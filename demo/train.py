@@ -1,0 +1,268 @@
+"""Trains the demo model on pictures composed on the GPU: one static step, compiled and captured.
+
+`python demo/train.py --seconds 900 --out DIR` wants a CUDA device, atlas.npz (atlas.py) and
+exam.npz (examine.py). Checkpoints are weights in fp32, in two safetensors files, without optimizer
+state. The recipe: a dense label on every patch whose weight falls, short big text first, experts
+computed densely and kept busy by nudging the router's bias, AdamW with a cosine.
+"""
+
+import argparse
+import json
+import math
+import time
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from atlas import load_atlas
+from catalog import build_answers, build_questions, build_strings
+from dialogue import IGNORE, Phrases, draw_turns, write_dialogue
+from examine import Exam, build_exam, examine, load_samples
+from export import load_published
+from layout import LADDER, PATCH, build_layout, move
+from network import DemoNetwork, Experts, shipped_parameters
+from paint import LABELS, character_lookup, paint, patch_labels
+from safetensors.torch import load_file, save_file
+from scene import Knobs, Lot, Tables, draw_scene
+from torch import Tensor
+
+WARMUP_STEPS = 400
+MAX_CHARS_UNTIL = ((600, 3), (1600, 6), (3200, 9))  # before this step, at most so many characters
+MIN_EM_UNTIL = ((800, 22), (2500, 17), (6000, 13))  # before this step, at least so many pixels
+MIN_EM = 11
+
+
+def until(table: tuple[tuple[int, int], ...], step: int, final: int) -> int:
+    return next((value for limit, value in table if step < limit), final)
+
+
+def text_loss(network: DemoNetwork, hidden: Tensor, labels: Tensor, weight: Tensor) -> Tensor:
+    logits = network.decoder.lm_head(hidden).float()
+    each = F.cross_entropy(logits, labels, ignore_index=IGNORE, reduction="none")
+    return (each * weight).sum() / weight.sum()
+
+
+def label_loss(network: DemoNetwork, patches: Tensor, labels: Tensor, weight: Tensor) -> Tensor:
+    logits = network.vision_tower.label_head(patches).float().unflatten(-1, (-1, LABELS))
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), weight=weight)
+
+
+class Trainer:
+    """Owns the network, its optimizer and the step; `run` replays the step on a schedule."""
+
+    def __init__(self, args: argparse.Namespace, config: dict):
+        self.args, self.device = args, args.device
+        torch.manual_seed(args.seed)
+        ladder = LADDER if not args.tiny else {(4, 6): 2, (8, 8): 2}
+        flash = self.device == "cuda" and args.attention == "flash"
+        self.layout = move(build_layout(ladder, flash), self.device)
+        self.tables = Tables(build_strings(args.seed), load_atlas(args.atlas), self.device)
+        self.phrases = Phrases(build_questions(), build_answers(), self.device)
+        self.network = DemoNetwork(config, LABELS).to(self.device)
+        for path in args.resume:
+            self.resume(path)
+        self.rope = self.network.tables(self.layout)
+        self.lot = Lot(self.device)
+        self.knobs = Knobs(*(torch.zeros((), device=self.device) for _ in range(4)))
+        self.knobs.max_chars = self.knobs.max_chars.long()
+        self.lr = torch.zeros((), device=self.device)
+        self.class_weight = torch.ones(LABELS, device=self.device)
+        self.class_weight[0] = 0.2
+        self.meter = torch.zeros(3, device=self.device)  # text loss, label loss, gradient norm
+        self.optimizer = self.build_optimizer()
+        self.paint, self.text_loss, self.label_loss = paint, text_loss, label_loss
+        self.labels_of = patch_labels
+        if args.compile:
+            self.compile()
+
+    def resume(self, path: str) -> None:
+        """Takes the weights of a resume file, or of a checkpoint folder, that have our shapes."""
+        own = self.network.state_dict()
+        if Path(path).is_dir():
+            state = load_published(Path(path), json.loads(self.args.config.read_text()))
+        else:
+            state = load_file(path, device=self.device)
+        fitting = {k: v for k, v in state.items() if v.shape == own[k].shape}
+        print("not resumed, of another shape:", sorted(state.keys() - fitting.keys()))
+        self.network.load_state_dict(fitting, strict=False)
+
+    def build_optimizer(self) -> torch.optim.Optimizer:
+        groups: dict[float, list[Tensor]] = {0.03: [], 0.0: []}  # by weight decay
+        for name, parameter in self.network.named_parameters():
+            free = "norm" in name or name.endswith(("bias", ".gate", "pos_emb", "tokens.weight"))
+            groups[0.0 if free else 0.03].append(parameter)
+        cuda = self.device == "cuda"
+        return torch.optim.AdamW(
+            [{"params": v, "weight_decay": k} for k, v in groups.items()],
+            lr=self.lr,
+            betas=(0.9, 0.98),
+            fused=cuda,
+            capturable=cuda,
+        )
+
+    def compile(self) -> None:
+        torch._dynamo.config.recompile_limit = 64
+        torch._inductor.config.assert_indirect_indexing = False
+        blocks = [*self.network.vision_tower.blocks, *self.network.decoder.layers]
+        for block in [*blocks, self.network.projector]:
+            block.compile(dynamic=False)
+        self.paint = torch.compile(paint, dynamic=False)
+        self.labels_of = torch.compile(patch_labels, dynamic=False)
+        self.text_loss = torch.compile(text_loss, dynamic=False)
+        self.label_loss = torch.compile(label_loss, dynamic=False)
+
+    @torch.no_grad()
+    def compose(self) -> tuple[Tensor, ...]:
+        scene = draw_scene(self.layout, self.tables, self.knobs, self.lot)
+        lookup = character_lookup(scene)
+        patches = len(self.layout.patch_picture_N)
+        noise = torch.randn(patches, 3, PATCH, PATCH, device=self.device)
+        pixels = self.paint(scene, self.tables, lookup, self.layout, noise)
+        dense = self.labels_of(scene, self.tables, lookup, self.layout)
+        row, answer = draw_turns(scene, self.phrases, self.lot)
+        return pixels, dense, *write_dialogue(row, answer, self.layout, self.phrases, self.lot)
+
+    def step(self) -> None:
+        self.optimizer.zero_grad(set_to_none=True)
+        pixels, dense, ids, labels, weight, image_at = self.compose()
+        with torch.autocast(self.device, torch.bfloat16, enabled=self.device == "cuda"):
+            patches, hidden, loads = self.network(pixels, ids, image_at, self.layout, self.rope)
+            text = self.text_loss(self.network, hidden, labels, weight)
+            label = self.label_loss(self.network, patches, dense, self.class_weight)
+        (text + self.knobs.label_weight * label).backward()
+        norm = torch.nn.utils.clip_grad_norm_(self.network.parameters(), 1.0)
+        self.optimizer.step()
+        with torch.no_grad():
+            for layer, load in zip(self.network.decoder.layers, loads, strict=True):
+                if isinstance(layer.mlp, Experts):
+                    nudge = torch.sign(load.mean() - load) * self.knobs.bias_rate
+                    layer.mlp.e_score_correction_bias.add_(nudge)
+            self.meter.lerp_(torch.stack([text, label, norm]).detach(), 0.02)
+
+    def set_schedule(self, step: int, fraction: float) -> None:
+        cosine = 0.5 * (1 + math.cos(math.pi * min(1.0, fraction)))
+        heat = min(1.0, (step + 1) / WARMUP_STEPS) * (0.98 * cosine + 0.02)
+        late = step if not self.args.resume else 10**9
+        self.lr.fill_(self.args.lr * heat)
+        self.knobs.bias_rate.fill_(1e-3 * heat)
+        self.knobs.max_chars.fill_(until(MAX_CHARS_UNTIL, late, 12))
+        self.knobs.min_em.fill_(until(MIN_EM_UNTIL, late, MIN_EM))
+        self.knobs.label_weight.fill_(max(0.05, 0.7 * (1 - 2.5 * fraction)))
+
+    def ready_step(self) -> tuple:
+        """The step as a callable: a graph's replay on CUDA, itself elsewhere."""
+        self.set_schedule(0, 0.0)
+        if self.device != "cuda" or not self.args.graph:
+            return self.step, 0
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(3):
+                self.step()
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            self.step()
+        return graph.replay, 3
+
+    def save(self, facts: dict) -> None:
+        """Weights in fp32 in two files of about equal size, and what the run knows of itself."""
+        state = {k: v.detach().cpu() for k, v in self.network.state_dict().items()}
+        half, files, total = sum(v.nbytes for v in state.values()) / 2, ({}, {}), 0
+        for name, value in state.items():
+            files[total > half][name] = value.contiguous()
+            total += value.nbytes
+        for i, tensors in enumerate(files):
+            save_file(tensors, self.args.out / f"resume-{i}.safetensors")
+        (self.args.out / "run.json").write_text(json.dumps(facts, indent=1))
+
+    def examine(self, exam: Exam, examples: int) -> dict[str, float]:
+        with torch.compiler.set_stance("force_eager"):
+            shares, failures = examine(self.network, exam)
+        print("  " + " ".join(f"{k} {v:.3f}" for k, v in shares.items()))
+        for line in failures[:: max(1, len(failures) // max(1, examples))][:examples]:
+            print("    wrong:", line)
+        return shares
+
+    def run(self, exam: Exam) -> None:
+        begun = time.time()
+        replay, step = self.ready_step()
+        self.sync()
+        print(f"ready after {time.time() - begun:.1f} s", flush=True)
+        start, history, next_exam = time.time(), [], self.args.exam_seconds
+        base = self.args.start
+        while True:
+            elapsed = time.time() - start
+            fraction = base + (1 - base) * elapsed / self.args.seconds
+            done = fraction >= 1 or step >= self.args.steps
+            if done or elapsed > next_exam:
+                next_exam = elapsed + self.args.exam_seconds
+                self.report(step, elapsed, exam, history)
+            if done:
+                break
+            for _ in range(10):
+                self.set_schedule(step, fraction)
+                replay()
+                step += 1
+            self.sync()
+            if step % 500 < 10:
+                self.log(step, elapsed, history)
+
+    def sync(self) -> None:
+        if self.device == "cuda":
+            torch.cuda.synchronize()
+
+    def log(self, step: int, elapsed: float, history: list) -> None:
+        text, label, norm = self.meter.tolist()
+        line = {"step": step, "seconds": round(elapsed, 1), "text": round(text, 4),
+                "label": round(label, 4), "norm": round(norm, 3)}  # fmt: skip
+        history.append(line)
+        print(" ".join(f"{k} {v}" for k, v in line.items()), flush=True)
+
+    def report(self, step: int, elapsed: float, exam: Exam, history: list) -> None:
+        self.log(step, elapsed, history)
+        history[-1]["exam"] = self.examine(exam, 12)
+        seen = step * self.layout.pictures
+        args = {k: str(v) for k, v in vars(self.args).items()}
+        self.save({"args": args, "pictures": seen, "history": history})
+        print(f"  saved; {seen / 1e6:.2f} M pictures", flush=True)
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seconds", type=float, default=900)
+    parser.add_argument("--steps", type=int, default=10**9)
+    parser.add_argument("--lr", type=float, default=1e-3)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--start", type=float, default=0.0, help="fraction of the schedule done")
+    parser.add_argument("--resume", nargs="*", default=[], help="resume files or a folder")
+    parser.add_argument("--exam-seconds", type=float, default=120)
+    parser.add_argument("--atlas", type=Path, default=Path("build/demo/atlas.npz"))
+    parser.add_argument("--exam", type=Path, default=Path("build/demo/exam.npz"))
+    parser.add_argument("--config", type=Path, default=Path("vitrail/demo/config.json"))
+    parser.add_argument("--out", type=Path, default=Path("build/demo/run"))
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--attention", choices=("flash", "grouped"), default="flash")
+    parser.add_argument("--no-compile", dest="compile", action="store_false")
+    parser.add_argument("--no-graph", dest="graph", action="store_false")
+    parser.add_argument("--tiny", action="store_true", help="four small pictures a step")
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = parse()
+    args.out.mkdir(parents=True, exist_ok=True)
+    torch.backends.cuda.matmul.allow_tf32 = True
+    trainer = Trainer(args, json.loads(args.config.read_text()))
+    lay = trainer.layout
+    print(
+        f"{shipped_parameters(trainer.network) / 1e6:.3f} M parameters; a step has {lay.pictures} "
+        f"pictures, {len(lay.patch_picture_N)} patches, {lay.tokens} tokens",
+        flush=True,
+    )
+    samples = load_samples(args.exam)
+    trainer.run(build_exam(samples if not args.tiny else samples[::40], args.device))
+
+
+if __name__ == "__main__":
+    main()
