@@ -1,5 +1,5 @@
-"""The engine's laws on the golden Kimi-VL: whatever path a prompt takes, its logits are the golden ones
-within 1e-4 and its greedy tokens are the golden tokens."""
+"""The engine's laws on the golden Kimi-VL: whatever path a prompt takes, its logits are the golden
+ones within 1e-4 and its greedy tokens are the golden tokens."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -59,8 +59,8 @@ def test_golden_at_every_page_size(golden: Golden, page_size: int, step_ahead: b
 
 @pytest.mark.parametrize("chunk", [1, 2, 7, 16, 50, 120])
 def test_chunked_equals_whole(golden: Golden, chunk: int):
-    """A step of `chunk` tokens cuts the prompt, and its images' spans, at every multiple of it; 1 cuts
-    everywhere."""
+    """A step of `chunk` tokens cuts the prompt, and its images' spans, at every multiple of it; 1
+    cuts everywhere."""
     llm = golden_llm(max_step_tokens=chunk)
     assert np.abs(llm.score(golden.ids, golden.images) - golden.logits).max() <= TOLERANCE
     assert run(llm, [golden.prompt]) == [golden.greedy]
@@ -95,7 +95,7 @@ def test_c01_a_cached_prefix_equals_a_cold_one_and_pictures_never_share(golden: 
 
 
 def test_a_cached_image_equals_a_fresh_one(golden: Golden):
-    """Other text before the same pictures: no prefix to share, embeddings from the encoder cache."""
+    """Other text before the same pictures: no prefix to share, embeddings from the cache."""
     moved = {"prompt_token_ids": [7, *golden.ids], "images": golden.images}
     fresh = run(golden_llm(), [moved])
     llm = golden_llm()
@@ -112,9 +112,7 @@ def test_preempted_and_resumed_equals_undisturbed(golden: Golden, step_ahead: bo
     prompts = [{"prompt_token_ids": golden.text_ids}, *strangers(golden, 4)[2:], golden.prompt]
     alone = [run(golden_llm(), [p], params)[0] for p in prompts]
     token_bytes = 3 * 40 * 4
-    llm = golden_llm(
-        kv_cache_bytes=16 * 14 * token_bytes, max_model_len=200, step_ahead=step_ahead
-    )
+    llm = golden_llm(kv_cache_bytes=16 * 14 * token_bytes, max_model_len=200, step_ahead=step_ahead)
     assert run(llm, prompts, params) == alone
     assert llm.engine.scheduler.preemptions > 0
 

@@ -3,9 +3,9 @@
 Plans return findings; an edge (HTTP, command line, offline API) turns them into an error. The
 sentence is written once, where the rule lives."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal, TypeVar
+from typing import Literal, TypeVar, cast
 
 Severity = Literal["error", "warning"]
 T = TypeVar("T")
@@ -43,8 +43,8 @@ def errors(findings: Iterable[Finding]) -> list[Finding]:
     return [f for f in findings if f.severity == "error"]
 
 
-def accept(planned: T | Sequence[Finding]) -> T:
+def accept(planned: T | list[Finding]) -> T:
     """The plan, or `Refused` with the findings that forbid it."""
-    if isinstance(planned, list | tuple) and all(isinstance(f, Finding) for f in planned):
-        raise Refused(planned)
-    return planned  # pyright: ignore[reportReturnType]
+    if isinstance(planned, list):
+        raise Refused(cast(list[Finding], planned))
+    return planned

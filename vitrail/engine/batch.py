@@ -4,8 +4,14 @@ in one host-to-device copy.
 
 Legend: T packed tokens, S sampled rows, B sequences, P pages of the longest sequence."""
 
+# torch and numpy leave parts of their own signatures unknown
+# pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false
+# pyright: reportUnknownVariableType=false
+
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -42,29 +48,29 @@ class BatchBuilder:
 
     def build(self, plan: StepPlan, inputs: StepInputs, plans: PlanTable, pool: KvPool) -> Batch:
         """Apply the plan's new pages to the tables and lay the step out."""
-        for s in (*plan.prefills, *plan.decodes):
+        for s in (*plan.prefills, *(d for d in plan.decodes if d.new_pages)):
             end = s.pages_before + len(s.new_pages)
             self._block_table[s.slot, s.pages_before : end] = s.new_pages
-        positions, slots = self._token_layout(plan)
-        rows, sample_slots = _sampled_rows(plan)
-        decode_slots = np.fromiter((s.slot for s in plan.decodes), np.int32, len(plan.decodes))
+        rows = _Rows.of(plan.decodes)
+        positions, cache_slots = self._token_layout(plan.prefills, rows)
+        sample_rows, sample_slots = _sampled(plan.prefills, rows)
         sent = _Parcel()
-        ids = sent.add(inputs.token_ids.astype(np.int32))
-        pos = sent.add(positions)
-        cache_slots = sent.add(slots)
-        sample = sent.add(rows)
-        decode_rows = sent.add(decode_slots)
-        prefill = self._pack(plan.prefills, sent)
-        decode = self._pack(plan.decodes, sent)
+        ids_at = sent.add(inputs.token_ids.astype(np.int32))
+        positions_at = sent.add(positions)
+        cache_slots_at = sent.add(cache_slots)
+        sample_at = sent.add(sample_rows)
+        decode_slots_at = sent.add(rows.slots)
+        prefill = self._pack(_Rows.of(plan.prefills), sent)
+        decode = self._pack(rows, sent)
         got = sent.send(self._device)
-        token_ids = torch.cat([got(ids).long(), self.last_tokens[got(decode_rows).long()]])
+        last = self.last_tokens[got(decode_slots_at).long()]
         return Batch(
-            token_ids=token_ids,
-            sample_rows=got(sample).long(),
+            token_ids=torch.cat([got(ids_at).long(), last]),
+            sample_rows=got(sample_at).long(),
             sample_slots=sample_slots,
             context=ForwardContext(
-                positions=got(pos).long(),
-                cache_slots=got(cache_slots).long(),
+                positions=got(positions_at).long(),
+                cache_slots=got(cache_slots_at).long(),
                 num_prefill=len(inputs.token_ids),
                 prefill=prefill(got),
                 decode=decode(got),
@@ -73,49 +79,55 @@ class BatchBuilder:
             ),
         )
 
-    def _token_layout(self, plan: StepPlan) -> tuple[np.ndarray, np.ndarray]:
+    def _token_layout(
+        self, prefills: Sequence[SequenceStep], decodes: "_Rows"
+    ) -> tuple[np.ndarray, np.ndarray]:
         """Absolute position and flat cache slot of every packed token."""
-        page = self._page_size
-        positions: list[np.ndarray] = []
-        slots: list[np.ndarray] = []
-        for s in plan.prefills:
-            at = np.arange(s.start, s.start + s.length, dtype=np.int32)
-            positions.append(at)
-            slots.append(self._block_table[s.slot, at // page] * page + at % page)
-        if plan.decodes:
-            at = np.fromiter((s.start for s in plan.decodes), np.int32, len(plan.decodes))
-            row = np.fromiter((s.slot for s in plan.decodes), np.int32, len(plan.decodes))
-            positions.append(at)
-            slots.append(self._block_table[row, at // page] * page + at % page)
-        empty = np.zeros(0, dtype=np.int32)
-        return np.concatenate([empty, *positions]), np.concatenate([empty, *slots])
+        chunks = [np.arange(s.start, s.start + s.length, dtype=np.int32) for s in prefills]
+        owners = [np.full(s.length, s.slot, dtype=np.int32) for s in prefills]
+        at = np.concatenate([*chunks, decodes.starts])
+        page, offset = np.divmod(at, self._page_size)
+        table = self._block_table[np.concatenate([*owners, decodes.slots]), page]
+        return at, table * self._page_size + offset
 
-    def _pack(self, steps: Sequence[SequenceStep], sent: "_Parcel") -> "_Metadata":
-        q_lens = tuple(s.length for s in steps)
-        kv_lens = tuple(s.start + s.length for s in steps)
-        pages = -(-max(kv_lens, default=0) // self._page_size)
-        rows = np.fromiter((s.slot for s in steps), np.int64, len(steps))
-        table = self._block_table[rows, :pages]
+    def _pack(self, rows: "_Rows", sent: "_Parcel") -> "_Metadata":
+        kv_lens = rows.starts + rows.lengths
+        pages = -(-int(kv_lens.max(initial=0)) // self._page_size)
         return _Metadata(
             page_size=self._page_size,
-            q_lens=q_lens,
-            kv_lens=kv_lens,
-            cu_q=sent.add(np.cumsum((0, *q_lens), dtype=np.int32)),
-            kv=sent.add(np.asarray(kv_lens, dtype=np.int32)),
-            table=sent.add(table),
+            q_lens=tuple(rows.lengths.tolist()),
+            kv_lens=tuple(kv_lens.tolist()),
+            cu_q=sent.add(np.concatenate([[0], rows.lengths.cumsum(dtype=np.int32)])),
+            kv=sent.add(kv_lens),
+            table=sent.add(self._block_table[rows.slots, :pages]),
         )
 
 
-def _sampled_rows(plan: StepPlan) -> tuple[np.ndarray, list[int]]:
-    rows: list[int] = []
-    slots: list[int] = []
-    end = 0
-    for s in (*plan.prefills, *plan.decodes):
-        end += s.length
-        if s.sample:
-            rows.append(end - 1)
-            slots.append(s.slot)
-    return np.asarray(rows, dtype=np.int32), slots
+class _Rows(NamedTuple):
+    """Sequences of one phase by column, int32 each."""
+
+    slots: np.ndarray
+    starts: np.ndarray
+    lengths: np.ndarray
+
+    @classmethod
+    def of(cls, steps: Sequence[SequenceStep]) -> "_Rows":
+        return cls(
+            np.array([s.slot for s in steps], dtype=np.int32),
+            np.array([s.start for s in steps], dtype=np.int32),
+            np.array([s.length for s in steps], dtype=np.int32),
+        )
+
+
+def _sampled(prefills: Sequence[SequenceStep], decodes: _Rows) -> tuple[np.ndarray, list[int]]:
+    """The packed index and the slot of every sampled token: of some chunks, and of all decodes."""
+    ends = list(accumulate(s.length for s in prefills))
+    rows = [end - 1 for s, end in zip(prefills, ends, strict=True) if s.sample]
+    slots = [s.slot for s in prefills if s.sample]
+    first = ends[-1] if ends else 0
+    count = len(decodes.slots)
+    all_rows = np.concatenate([rows, np.arange(first, first + count)])
+    return all_rows.astype(np.int32), slots + decodes.slots.tolist()
 
 
 class _Parcel:

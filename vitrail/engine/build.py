@@ -2,13 +2,18 @@
 first request; then weights are loaded, the encoder's peak is measured and the KV pool is sized
 after it."""
 
+# torch and numpy leave parts of their own signatures unknown
+# pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false
+# pyright: reportUnknownVariableType=false
+
 import logging
 import time
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import numpy as np
 import torch
+from torch import nn
 
 from vitrail.attention.plan import PlanLimits, PlanTable, make_table
 from vitrail.attention.shape import Phase
@@ -178,15 +183,15 @@ def _load(
     device: torch.device,
     progress: Progress | None,
 ) -> None:
-    weight_map = entry.weight_map(model_config)
+    weight_map, module = entry.weight_map(model_config), cast(nn.Module, model)
     if config.weights == "random":
-        load.randomize(weight_map, model, device, config.seed)
+        load.randomize(weight_map, module, device, config.seed)
         return
     found = accept(headers.read(checkpoint.folder))
-    plan = accept(resolve(weight_map, found, load.parameters_of(model)))
+    plan = accept(resolve(weight_map, found, load.parameters_of(module)))
     for warning in plan.warnings:
         log.warning("%s", warning)
-    load.load(plan, model, checkpoint.folder, device, progress)
+    load.load(plan, module, checkpoint.folder, device, progress)
 
 
 @torch.inference_mode()

@@ -2,6 +2,10 @@
 its own: a batch that fails is tried again image by image, and those that fail alone are
 reported."""
 
+# torch and numpy leave parts of their own signatures unknown
+# pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false
+# pyright: reportUnknownVariableType=false
+
 from collections.abc import Sequence
 
 import numpy as np

@@ -1,5 +1,9 @@
 """`LLM`: the offline API. The engine runs in this process, on the caller's thread."""
 
+# torch and numpy leave parts of their own signatures unknown
+# pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false
+# pyright: reportUnknownVariableType=false
+
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -103,10 +107,11 @@ class LLM:
         return self.generate(cast(Any, conversations), params, progress=progress)
 
     def score(
-        self, token_ids: Sequence[int], images: Sequence[Any] = ()
+        self, token_ids: Sequence[int], images: Sequence[Any] = (), *, logprobs: bool = False
     ) -> Float[np.ndarray, "positions vocab"]:
-        """fp32 logits after every position of the ids (images expanded), in one forward pass or as
-        many chunks as the engine's step allows. Nothing is taken from the prefix cache."""
+        """fp32 logits (or natural-log probabilities) after every position of the ids, images
+        expanded, in one forward pass or as many chunks as the engine's step allows. Nothing is taken
+        from the prefix cache."""
         prompt = self.prepare({"prompt_token_ids": token_ids, "images": images})
         params = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0, ignore_eos=True)
         request = self.preparer.requests(prompt, params, self._name(), want_logits=True)[0]
@@ -118,7 +123,11 @@ class LLM:
                     raise RuntimeError(output.error)
                 if output.logits is not None:
                     rows[output.logits_start] = output.logits
-        return np.concatenate([rows[start] for start in sorted(rows)])
+        logits = np.concatenate([rows[start] for start in sorted(rows)])
+        if not logprobs:
+            return logits
+        shifted = logits - logits.max(-1, keepdims=True)
+        return shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
 
     def stream(self, requests: Sequence[EngineRequest]) -> Iterator[tuple[Answer, Delta]]:
         """Run requests to their ends, yielding what each step adds. Closing the iterator early
@@ -224,7 +233,7 @@ def _listed(prompts: AnyPrompt | Sequence[AnyPrompt]) -> list[AnyPrompt]:
     items = list(prompts)
     if items and isinstance(items[0], Mapping) and "role" in items[0]:
         return [cast(AnyPrompt, items)]
-    return cast(list[AnyPrompt], items)
+    return items
 
 
 def _one_each(

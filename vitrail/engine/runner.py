@@ -3,6 +3,10 @@ Owns the model and the device memory; takes plans and gives results, decides not
 
 Legend: T packed tokens, S sampled rows, V vocabulary."""
 
+# torch and numpy leave parts of their own signatures unknown
+# pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false
+# pyright: reportUnknownVariableType=false
+
 from dataclasses import dataclass
 
 import torch

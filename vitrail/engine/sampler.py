@@ -7,6 +7,10 @@ row comes from the scheduler, so this file holds no random state.
 
 Legend: S sampled rows, P rows with penalties, V vocabulary."""
 
+# torch and numpy leave parts of their own signatures unknown
+# pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false
+# pyright: reportUnknownVariableType=false
+
 from collections.abc import Sequence
 from typing import NamedTuple
 

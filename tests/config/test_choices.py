@@ -1,0 +1,60 @@
+"""The user's choices: validated once, each refusal with its number; environment variables too."""
+
+import pytest
+
+from vitrail.config.engine import EngineConfig, validate
+from vitrail.config.env import NAMES, read_env
+from vitrail.config.finding import Refused
+
+
+def test_the_defaults_are_valid():
+    assert validate(EngineConfig(model="x")) == []
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("max_running", 0),
+        ("max_waiting", 0),
+        ("max_step_tokens", 0),
+        ("page_size", 0),
+        ("page_size", 257),
+        ("memory_fraction", 0.0),
+        ("memory_fraction", 1.01),
+        ("memory_fraction", float("nan")),
+        ("encoder_cache_bytes", -1),
+        ("max_images", -1),
+        ("image_workers", 0),
+        ("seed", -1),
+        ("max_model_len", 1),
+        ("kv_cache_bytes", 0),
+        ("encoder_patches", 0),
+        ("max_image_pixels", 0),
+        ("max_image_bytes", 0),
+    ],
+)
+def test_a_choice_out_of_range_is_named_with_its_value(field: str, value: object):
+    (found,) = validate(EngineConfig(model="x", **{field: value}))  # pyright: ignore
+    assert found.where == field
+    assert found.saw == str(value)
+    assert f"--{field.replace('_', '-')}" in found.change
+
+
+def test_every_bad_choice_is_reported_at_once():
+    found = validate(EngineConfig(model="x", max_running=0, page_size=0, memory_fraction=2))
+    assert {f.where for f in found} == {"max_running", "page_size", "memory_fraction"}
+
+
+def test_environment(monkeypatch: pytest.MonkeyPatch):
+    for name in NAMES:
+        monkeypatch.delenv(name, raising=False)
+    assert read_env().log == "info"
+    assert read_env().api_key is None
+    monkeypatch.setenv("VITRAIL_LOG", "loud")
+    with pytest.raises(Refused, match="VITRAIL_LOG: 'loud'"):
+        read_env()
+    monkeypatch.setenv("VITRAIL_LOG", "DEBUG")
+    assert read_env().log == "debug"
+    monkeypatch.setenv("VITRAIL_API_KEY", "")
+    with pytest.raises(Refused, match="VITRAIL_API_KEY"):
+        read_env()

@@ -1,0 +1,106 @@
+"""Start-up: every choice that cannot be kept is refused before a weight is read, with numbers; the
+pool and the longest request are what the budget holds."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.engine.driver import GOLDEN, golden_llm
+from vitrail import LLM, Refused
+from vitrail.engine.checkpoint import open_checkpoint
+
+TOKEN_BYTES = 3 * 40 * 4  # layers x (latent 32 + rope 8) x fp32
+
+
+def refusal(**choices: Any) -> str:
+    with pytest.raises(Refused) as refused:
+        golden_llm(**choices)
+    return str(refused.value)
+
+
+def test_the_pool_is_what_the_bytes_hold():
+    llm = golden_llm(kv_cache_bytes=100 * 16 * TOKEN_BYTES + 5, page_size=16)
+    assert llm.engine.stats().num_pages == 100
+    assert llm.preparer.facts.kv_tokens == 1600
+    assert llm.preparer.facts.max_model_len == 1600
+
+
+def test_the_pool_is_no_larger_than_every_request_at_full_length_can_use():
+    llm = golden_llm(kv_cache_bytes=1 << 30, max_running=2, max_model_len=100, page_size=16)
+    assert llm.engine.stats().num_pages == 2 * 7
+
+
+def test_a_length_that_the_cache_cannot_hold_is_refused_with_both_numbers():
+    text = refusal(kv_cache_bytes=10 * 16 * TOKEN_BYTES, max_model_len=161, page_size=16)
+    assert "160 tokens" in text
+    assert "161" in text
+
+
+def test_a_length_beyond_the_model_is_refused():
+    assert "2048" in refusal(max_model_len=2049)
+
+
+def test_bad_choices_are_refused_by_name():
+    assert "page_size: 0" in refusal(page_size=0)
+    assert "'flash'" in refusal(attention="flash")
+
+
+def test_a_device_that_is_not_there():
+    import torch
+
+    if torch.cuda.is_available():
+        pytest.skip("a CUDA device is there, so asking for it is right")
+    with pytest.raises(Refused, match="no CUDA device"):
+        LLM(GOLDEN / "ckpt", device="cuda")
+
+
+def test_a_model_that_is_nowhere_is_refused_by_name(tmp_path: Path, monkeypatch: Any):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(Refused, match="no such folder"):
+        open_checkpoint(str(tmp_path / "none"))
+
+
+def copy_of_golden(folder: Path, **changed: object) -> Path:
+    shutil.copytree(GOLDEN / "ckpt", folder)
+    config = json.loads((folder / "config.json").read_text())
+    config.update(changed)
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"architectures": ["KimiVlForConditionalGeneration"]}, "the nearest is KimiVL"),
+        ({"architectures": []}, "a list of one architecture name"),
+        ({"surprise": 1}, "unknown key"),
+        ({"media_placeholder_token_id": 5120}, "media_placeholder_token_id"),
+    ],
+)
+def test_a_config_that_we_do_not_know_is_refused(
+    tmp_path: Path, changed: dict[str, object], said: str
+):
+    folder = copy_of_golden(tmp_path / "ckpt", **changed)
+    with pytest.raises(Refused, match=said):
+        LLM(folder, device="cpu", dtype="float32")
+
+
+def test_the_revision_changes_with_the_checkpoint(tmp_path: Path):
+    one = open_checkpoint(str(copy_of_golden(tmp_path / "a")))
+    two = open_checkpoint(str(copy_of_golden(tmp_path / "b", torch_dtype="bfloat16")))
+    assert one.revision != two.revision
+    assert len(one.revision) == 32
+
+
+def test_random_weights_need_no_weights(tmp_path: Path):
+    folder = tmp_path / "config-only"
+    folder.mkdir()
+    shutil.copy(GOLDEN / "ckpt" / "config.json", folder)
+    llm = LLM(folder, device="cpu", weights="random", kv_cache_bytes=1 << 20, max_running=2)
+    first = llm.score([1, 2, 3])
+    again = LLM(folder, device="cpu", weights="random", kv_cache_bytes=1 << 20, max_running=2)
+    assert (first == again.score([1, 2, 3])).all()
+    assert first.std() > 0

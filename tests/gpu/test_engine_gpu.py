@@ -1,0 +1,52 @@
+"""The engine on a CUDA device with the reference backend: golden parity in fp32, the demo model in
+bf16 against fp32, memory as planned."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import vitrail.cli
+from tests.engine.driver import GOLDEN, Golden
+from vitrail import LLM, SamplingParams
+
+pytestmark = pytest.mark.gpu
+GREEDY = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
+DEMO = Path(vitrail.cli.DEMO)
+
+
+@pytest.mark.parametrize("step_ahead", [True, False])
+def test_golden_parity_in_fp32(step_ahead: bool):
+    golden = Golden()
+    llm = LLM(
+        GOLDEN / "ckpt",
+        device="cuda",
+        dtype="float32",
+        kv_cache_bytes=64 << 20,
+        step_ahead=step_ahead,
+    )
+    got = llm.score(golden.ids, golden.images)
+    assert np.abs(got - golden.logits).max() <= 1e-4
+    out = llm.generate([golden.prompt] * 3, GREEDY)
+    assert [o.outputs[0].token_ids for o in out] == [golden.greedy] * 3
+
+
+def test_demo_answers_in_bf16_and_the_pool_is_sized_after_the_encoder():
+    picture = {"type": "image", "image": str(DEMO / "picture.png")}
+    text = {"type": "text", "text": vitrail.cli.DEMO_QUESTION}
+    conversation = [{"role": "user", "content": [picture, text]}]
+    params = SamplingParams(temperature=0, max_tokens=32)
+    exact = LLM(DEMO, device="cpu").generate([conversation], params)[0].outputs[0].text
+    llm = LLM(DEMO, device="cuda", memory_fraction=0.5)
+    many = llm.generate([conversation] * 40, params)
+    assert [o.outputs[0].text for o in many] == [exact] * 40
+    total = torch.cuda.get_device_properties(0).total_memory
+    assert torch.cuda.max_memory_allocated() < 0.5 * total
+
+
+def test_bf16_agrees_with_fp32_on_teacher_forced_positions():
+    ids = np.random.default_rng(0).integers(0, 256, 600).tolist()
+    fp32 = LLM(DEMO, device="cpu").score(ids)
+    bf16 = LLM(DEMO, device="cuda", kv_cache_bytes=64 << 20).score(ids)
+    assert (fp32.argmax(-1) == bf16.argmax(-1)).mean() >= 0.95
