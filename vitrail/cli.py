@@ -1,0 +1,136 @@
+"""The command line: `vitrail serve | generate | chat`. Flags of the engine are generated from
+`EngineConfig`; `tests/test_cli.py` freezes the list. Heavy rooms are imported by the command that
+needs them, so that `--help` and bad flags answer at once."""
+
+import argparse
+import logging
+import sys
+from collections.abc import Sequence
+from dataclasses import MISSING, Field, fields
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any, Literal, get_args, get_origin
+
+from vitrail.config.engine import EngineConfig
+from vitrail.config.env import read_env
+from vitrail.config.finding import Refused
+
+DEMO = Path(__file__).parent / "demo"
+DEMO_PICTURE = DEMO / "picture.png"
+DEMO_QUESTION = "What does the sign say?"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit codes: 0 done, 1 refused or failed, 2 bad flags, 130 interrupted."""
+    args = parser().parse_args(argv)
+    try:
+        env = read_env()
+        logging.basicConfig(level=env.log.upper(), format="%(levelname)s %(name)s: %(message)s")
+        return args.run(args)
+    except Refused as refused:
+        for finding in refused.findings:
+            print(f"vitrail: {finding}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+
+
+def parser() -> argparse.ArgumentParser:
+    """The whole command line."""
+    top = argparse.ArgumentParser(prog="vitrail", description="Serve vision-language models.")
+    commands = top.add_subparsers(required=True, metavar="command")
+    serve = commands.add_parser("serve", help="an OpenAI-compatible server")
+    serve.set_defaults(run=_serve)
+    serve.add_argument("--host", default="127.0.0.1", help="address to listen on")
+    serve.add_argument("--port", type=int, default=8000, help="port to listen on")
+    serve.add_argument("--served-model-name", help="name in /v1/models; default the model's")
+    serve.add_argument(
+        "--http", choices=("granian", "uvicorn"), default="granian", help="HTTP server"
+    )
+    generate = commands.add_parser("generate", help="answer one prompt and exit")
+    generate.set_defaults(run=_generate)
+    generate.add_argument("prompt", nargs="?", help=f"default: {DEMO_QUESTION!r} of the demo")
+    chat = commands.add_parser("chat", help="talk to a model in the terminal")
+    chat.set_defaults(run=_chat)
+    for command in (generate, chat):
+        command.add_argument(
+            "--image", action="append", default=[], help="picture file; repeatable"
+        )
+        command.add_argument("--max-tokens", type=int, default=256, help="longest answer, tokens")
+        command.add_argument("--temperature", type=float, default=0.0, help="0: greedy")
+    for command in (serve, generate, chat):
+        add_engine_flags(command)
+    return top
+
+
+def add_engine_flags(command: argparse.ArgumentParser) -> None:
+    """One flag a field of `EngineConfig`; the model defaults to the demo that ships with
+    Vitrail."""
+    group = command.add_argument_group("engine")
+    for f in fields(EngineConfig):
+        flag = f"--{f.name.replace('_', '-')}"
+        default = str(DEMO) if f.default is MISSING else f.default
+        shown = "the demo model" if f.default is MISSING else f.default
+        text = f"{f.metadata['help']} (default: {shown})".replace("%", "%%")
+        group.add_argument(flag, default=default, help=text, **_kind(f))
+
+
+def _kind(f: "Field[Any]") -> dict[str, Any]:
+    kind = f.type
+    if isinstance(kind, UnionType):
+        (kind,) = (k for k in get_args(kind) if k is not NoneType)
+    if get_origin(kind) is Literal:
+        return {"choices": get_args(kind)}
+    if kind is bool:
+        return {"action": argparse.BooleanOptionalAction}
+    return {"type": kind}
+
+
+def engine_config(args: argparse.Namespace) -> EngineConfig:
+    """The engine's part of parsed flags."""
+    values = vars(args)
+    return EngineConfig(**{f.name: values[f.name] for f in fields(EngineConfig)})
+
+
+def _serve(args: argparse.Namespace) -> int:
+    from vitrail.server.run import serve
+
+    return serve(
+        engine_config(args),
+        host=args.host,
+        port=args.port,
+        name=args.served_model_name,
+        http=args.http,
+        api_key=read_env().api_key,
+    )
+
+
+def _generate(args: argparse.Namespace) -> int:
+    from vitrail.engine.terminal import Terminal
+
+    images = [Path(p) for p in args.image]
+    if args.prompt is None:
+        if args.model != str(DEMO) or images:
+            print("vitrail generate: a prompt is needed with --model or --image", file=sys.stderr)
+            return 2
+        images = [DEMO_PICTURE]
+    question = args.prompt or DEMO_QUESTION
+    terminal = Terminal(engine_config(args), args.max_tokens, args.temperature)
+    for image in images:
+        print(f"picture:  {image}")
+    print(f"question: {question}")
+    print("answer:   ", end="", flush=True)
+    terminal.ask(question, images)
+    return 0
+
+
+def _chat(args: argparse.Namespace) -> int:
+    from vitrail.engine.terminal import Terminal
+
+    terminal = Terminal(engine_config(args), args.max_tokens, args.temperature)
+    terminal.converse([Path(p) for p in args.image])
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,290 @@
+"""From what a client sent (messages, text or ids, with pictures) to `EngineRequest`s. The offline
+API, the terminal and the server share it, so that everything a client can get wrong is found here,
+before the engine and before any response header. Thread-safe; no torch."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from hashlib import blake2b
+from pathlib import Path
+
+import msgspec
+from PIL import Image
+
+from vitrail.config.engine import EngineConfig
+from vitrail.config.finding import Finding, Refused
+from vitrail.engine.checkpoint import Checkpoint
+from vitrail.engine.conversation import Picture
+from vitrail.engine.request import EngineRequest, ImageInput, SamplingParams, sampling_findings
+from vitrail.models.registry import load_processor
+from vitrail.tokenizer.chat import ChatOptions, ChatTemplate
+from vitrail.tokenizer.messages import Message
+from vitrail.tokenizer.tokenizer import Tokenizer
+from vitrail.vision.image import ImageLimits, decode, from_array, from_path, from_pil
+from vitrail.vision.placeholders import ExpandedPrompt, expand, image_identity, locate
+from vitrail.vision.preprocess import ImageGrid, ImageProcessor, PatchedImage
+
+# Specials that end a turn in published chat formats, whatever config.json calls the end of text.
+TURN_ENDS = ("<|im_end|>", "<|eot_id|>")
+
+
+class ServingFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """What a ready engine tells its frontends. `kv_tokens`: tokens that the KV cache
+    holds. `patch_size` pixels and `merge` patches a side: of the tower, None without one."""
+
+    vocab_size: int
+    max_model_len: int
+    eos_token_ids: tuple[int, ...]
+    image_token_id: int | None
+    encoder_patches: int
+    kv_tokens: int
+    patch_size: int | None
+    merge: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prompt:
+    """Ids with one image id for each image token, and the images in order."""
+
+    token_ids: list[int]
+    images: list[ImageInput]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Assets:
+    """What a checkpoint folder holds beside its weights. `tokenizer` is None for a checkpoint that
+    serves token ids only, `processor` for one whose pictures come preprocessed or not at all."""
+
+    tokenizer: Tokenizer | None
+    template: ChatTemplate | None
+    processor: ImageProcessor | None
+
+
+def load_assets(checkpoint: Checkpoint) -> Assets:
+    """Raises `Refused` for files that are there and wrong; a missing tokenizer or processor is
+    None."""
+    folder = checkpoint.folder
+    has_tokenizer = any((folder / n).is_file() for n in ("tiktoken.model", "tokenizer.json"))
+    has_processor = (folder / "preprocessor_config.json").is_file()
+    return Assets(
+        tokenizer=Tokenizer.load(folder) if has_tokenizer else None,
+        template=ChatTemplate.load(folder) if has_tokenizer else None,
+        processor=load_processor(checkpoint.architecture, folder) if has_processor else None,
+    )
+
+
+class Preparer:
+    """Turns prompts into requests for one engine."""
+
+    def __init__(
+        self, config: EngineConfig, checkpoint: Checkpoint, assets: Assets, facts: ServingFacts
+    ):
+        self.facts = facts
+        self.assets = assets
+        self._config = config
+        self._revision = checkpoint.revision.hex()
+        self._limits = ImageLimits(
+            max_bytes=config.max_image_bytes, max_pixels=config.max_image_pixels
+        )
+        stops = set(facts.eos_token_ids)
+        if assets.tokenizer is not None:
+            ids = assets.tokenizer.special_ids
+            stops |= {ids[name] for name in TURN_ENDS if name in ids}
+        self._stop_ids = frozenset(i for i in stops if i < facts.vocab_size)
+
+    def chat(
+        self, messages: Sequence[Message], pictures: Sequence[Picture], options: ChatOptions
+    ) -> Prompt:
+        """A conversation through the checkpoint's template; the n-th image part is
+        `pictures[n]`."""
+        tokenizer, template = self.tokenizer, self.assets.template
+        assert template is not None, "a tokenizer comes with a template, perhaps one that refuses"
+        image_id = self.facts.image_token_id
+        literal = None if image_id is None else tokenizer.specials.by_id[image_id]
+        self._count(pictures, "messages")
+        rendered = template.render(tokenizer, messages, image_token=literal, options=options)
+        if not pictures or image_id is None:
+            return self._prompt(list(rendered.token_ids), [])
+        patched = self._patch(pictures)
+        counts = [p.grid.num_tokens for p in patched]
+        expanded = expand(rendered.token_ids, rendered.image_slots, counts, image_id)
+        return self._prompt(expanded, patched)
+
+    def text(self, text: str) -> Prompt:
+        """Plain text, special tokens in it being text too."""
+        return self._prompt(self.tokenizer.encode(text), [])
+
+    def ids(self, token_ids: Sequence[int], pictures: Sequence[Picture] = ()) -> Prompt:
+        """Ids that the caller made, with one image id a picture or as many as it has tokens."""
+        vocab = self.facts.vocab_size
+        bad = [i for i in token_ids if not 0 <= i < vocab]
+        if bad:
+            raise _refused(
+                "prompt_token_ids",
+                f"{len(bad)} ids outside the vocabulary, the first {bad[0]}",
+                f"ids are 0 to {vocab - 1}",
+                "use the checkpoint's own tokenizer",
+            )
+        self._count(pictures, "images")
+        patched = self._patch(pictures)
+        image_id = self.facts.image_token_id
+        if image_id is None:
+            return self._prompt(list(token_ids), [])
+        counts = [p.grid.num_tokens for p in patched]
+        return self._prompt(locate(token_ids, counts, image_id), patched)
+
+    def requests(
+        self, prompt: Prompt, params: SamplingParams, request_id: str, *, want_logits: bool = False
+    ) -> list[EngineRequest]:
+        """One request a choice. Raises `Refused` with every finding of the parameters and
+        lengths."""
+        found = sampling_findings(params, self.facts.vocab_size)
+        found += self._length_findings(prompt, params)
+        if params.stop and self.assets.tokenizer is None:
+            found.append(_no_tokenizer("stop"))
+        if found:
+            raise Refused(found)
+        room = self.facts.max_model_len - len(prompt.token_ids)
+        stops = frozenset(params.stop_token_ids)
+        if not params.ignore_eos:
+            stops |= self._stop_ids
+        seed = params.seed if params.seed is not None else _mix(self._config.seed, request_id)
+        ids = [request_id] if params.n == 1 else [f"{request_id}-{i}" for i in range(params.n)]
+        return [
+            EngineRequest(
+                id=each,
+                prompt_token_ids=prompt.token_ids,
+                images=prompt.images,
+                params=params,
+                max_tokens=room if params.max_tokens is None else params.max_tokens,
+                stop_token_ids=stops,
+                seed=seed if i == 0 else _mix(seed, str(i)),
+                group=request_id if params.n > 1 else "",
+                want_logits=want_logits,
+            )
+            for i, each in enumerate(ids)
+        ]
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The checkpoint's tokenizer. Raises `Refused` where there is none."""
+        if self.assets.tokenizer is None:
+            raise Refused(_no_tokenizer("prompt"))
+        return self.assets.tokenizer
+
+    def _length_findings(self, prompt: Prompt, params: SamplingParams) -> list[Finding]:
+        limit, length = self.facts.max_model_len, len(prompt.token_ids)
+        wanted = params.max_tokens or 1
+        if length == 0:
+            return [
+                Finding(
+                    where="prompt",
+                    saw="0 tokens",
+                    rule="a prompt has at least one token",
+                    change="send some text",
+                )
+            ]
+        if length + wanted <= limit:
+            return []
+        return [
+            Finding(
+                where="prompt" if length >= limit else "max_tokens",
+                saw=f"{length} prompt tokens and {wanted} to generate, {length + wanted} together",
+                rule=f"prompt and output fit in {limit} tokens",
+                change=f"shorten the prompt or generate at most {max(0, limit - length)} tokens",
+                code="context_length_exceeded",
+            )
+        ]
+
+    def _count(self, images: Sequence[Picture], where: str) -> None:
+        """Before anything is decoded."""
+        if images and self.facts.image_token_id is None:
+            raise _refused(
+                where,
+                f"{len(images)} images",
+                "this model takes text alone",
+                "remove the images or serve a vision model",
+            )
+        if len(images) > self._config.max_images:
+            raise _refused(
+                where,
+                f"{len(images)} images",
+                f"at most {self._config.max_images} in one request",
+                "send fewer, or start the engine with a larger --max-images",
+            )
+
+    def _patch(self, pictures: Sequence[Picture]) -> list[PatchedImage]:
+        return [self._open(picture) for picture in pictures]
+
+    def _open(self, picture: Picture) -> PatchedImage:
+        source, where = picture
+        if isinstance(source, PatchedImage):
+            self._check_grid(source.grid, where)
+            return source
+        if self.assets.processor is None:
+            raise _refused(
+                where,
+                "a picture, and the checkpoint has no preprocessor_config.json",
+                "pictures are processed as the checkpoint says",
+                "pass preprocessed patches with their grid, or complete the checkpoint",
+            )
+        if isinstance(source, bytes):
+            image = decode(source, self._limits, where)
+        elif isinstance(source, Path):
+            image = from_path(source, self._limits, where)
+        elif isinstance(source, Image.Image):
+            image = from_pil(source, self._limits, where)
+        else:
+            image = from_array(source, self._limits, where)
+        self._check_grid(self.assets.processor.grid(image.height, image.width), where)
+        return self.assets.processor.process(image)
+
+    def _check_grid(self, grid: ImageGrid | Finding, where: str) -> None:
+        if isinstance(grid, Finding):
+            raise Refused(replace(grid, where=where))
+        if grid.num_patches > self.facts.encoder_patches:
+            raise _refused(
+                where,
+                f"{grid.height} x {grid.width} = {grid.num_patches} patches",
+                f"at most {self.facts.encoder_patches}, the encoder's budget",
+                "send a smaller picture, or start with a larger --encoder-patches",
+            )
+
+    def _prompt(
+        self, prompt: list[int] | ExpandedPrompt, patched: Sequence[PatchedImage]
+    ) -> Prompt:
+        if isinstance(prompt, list):
+            return Prompt(token_ids=prompt, images=[])
+        processor = self.assets.processor
+        rules = processor.identity if processor is not None else bytes(32)
+        images = [
+            ImageInput(
+                identity=image_identity(patched[s.image_index].digest, rules, self._revision),
+                offset=s.offset,
+                num_tokens=s.length,
+                height=patched[s.image_index].grid.height,
+                width=patched[s.image_index].grid.width,
+                patches=patched[s.image_index].patches,
+            )
+            for s in prompt.spans
+        ]
+        return Prompt(token_ids=prompt.token_ids, images=images)
+
+
+def _mix(seed: int, text: str) -> int:
+    """A 63-bit seed from another and a name."""
+    digest = blake2b(f"{seed}:{text}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+def _refused(where: str, saw: str, rule: str, change: str) -> Refused:
+    return Refused(Finding(where=where, saw=saw, rule=rule, change=change))
+
+
+def _no_tokenizer(where: str) -> Finding:
+    return Finding(
+        where=where,
+        saw="text, and the checkpoint has no tokenizer",
+        rule="text needs tiktoken.model or tokenizer.json",
+        change="send token ids, or complete the checkpoint",
+        code="no_tokenizer",
+    )

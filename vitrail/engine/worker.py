@@ -1,0 +1,71 @@
+"""The engine's process: `python -m vitrail.engine.worker FD`, started by `client.py` with one end
+of a socket pair. Ends when the frontend does."""
+
+import logging
+import signal
+import socket
+import sys
+
+from vitrail.config.engine import EngineConfig
+from vitrail.config.env import read_env
+from vitrail.config.finding import Refused
+from vitrail.engine.build import Built, build_engine
+from vitrail.engine.checkpoint import open_checkpoint
+from vitrail.engine.engine import Engine
+from vitrail.engine.ipc import Abort, EngineChannel, Loading, Ready, Refusal, Stepped, Submit
+from vitrail.engine.prepare import load_assets
+from vitrail.engine.request import Output
+
+
+def main(fd: int) -> int:
+    """Exit codes: 0 the frontend is gone, 1 the engine was refused."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's ctrl-C is the frontend's
+    logging.basicConfig(level=read_env().log.upper(), format="%(levelname)s %(name)s: %(message)s")
+    channel = EngineChannel(socket.socket(fileno=fd))
+    try:
+        try:
+            engine, facts = _build(channel)
+        except Refused as refused:
+            channel.send(Refusal(findings=list(refused.findings)))
+            return 1
+        channel.send(Ready(facts=facts))
+        channel.send(Stepped(outputs=[], stats=engine.stats()))
+        while True:
+            serve_once(channel, engine)
+    except (EOFError, ConnectionError):  # nobody is left to compute for
+        return 0
+
+
+def _build(channel: EngineChannel) -> Built:
+    start = channel.start()
+    config = EngineConfig(**start.config)  # pyright: ignore[reportArgumentType]
+    checkpoint = open_checkpoint(config.model, config.revision)
+    processor = load_assets(checkpoint).processor
+
+    def progress(done: int, total: int, name: str) -> None:
+        channel.send(Loading(done=done, total=total, name=name))
+
+    return build_engine(config, checkpoint, processor, progress)
+
+
+def serve_once(channel: EngineChannel, engine: Engine) -> None:
+    """Take what has arrived (waiting for it when there is nothing to compute), run one step, send
+    what it gave."""
+    outputs: list[Output] = []
+    for message in channel.receive(wait=engine.idle):
+        if isinstance(message, Submit):
+            for request in message.requests:
+                try:
+                    engine.add(request)
+                except Refused as refused:
+                    channel.send(Refusal(findings=list(refused.findings), request_id=request.id))
+        elif isinstance(message, Abort):
+            ended = [engine.abort(each) for each in message.ids]
+            outputs += [output for output in ended if output is not None]
+    outputs += engine.step()
+    if outputs or engine.idle:
+        channel.send(Stepped(outputs=outputs, stats=engine.stats()))
+
+
+if __name__ == "__main__":
+    sys.exit(main(int(sys.argv[1])))

@@ -1,0 +1,123 @@
+"""Bodies -> jobs: typed request, prompt, pictures, engine requests, all checked. Runs in worker
+threads, so nothing here touches the loop."""
+
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from vitrail.config.engine import EngineConfig
+from vitrail.engine.conversation import parse_conversation
+from vitrail.engine.ipc import Staged
+from vitrail.engine.prepare import Preparer, Prompt
+from vitrail.engine.request import EngineRequest, SamplingParams
+from vitrail.server import openai
+from vitrail.server.errors import refused
+from vitrail.server.stream import Writer
+from vitrail.vision.image import ImageLimits
+
+Stage = Callable[[list[EngineRequest]], Staged]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """A checked request, ready for the engine. `prompt_lens` in tokens, one a prompt. `echo`: text
+    before each choice's own; `only_echo`: nothing generated is shown."""
+
+    staged: Staged
+    prompt_lens: list[int]
+    writer: Writer
+    chat: bool
+    stream: bool
+    with_usage: bool
+    echo: list[str]
+    only_echo: bool
+
+
+class JobMaker:
+    """Makes jobs for one model. Immutable; thread-safe. Every method raises `Refused` for whatever
+    a client got wrong."""
+
+    def __init__(self, config: EngineConfig, preparer: Preparer, stage: Stage, name: str):
+        self._preparer = preparer
+        self._stage = stage
+        self._name = name
+        self._limits = ImageLimits(
+            max_bytes=config.max_image_bytes, max_pixels=config.max_image_pixels
+        )
+
+    def chat(self, body: bytes) -> Job:
+        """A body of /v1/chat/completions."""
+        request = openai.parse(body, openai.ChatRequest)
+        self._check(request)
+        params = openai.chat_params(request)
+        messages, pictures = parse_conversation(request.messages, self._limits)
+        prompt = self._preparer.chat(messages, pictures, openai.chat_options(request))
+        return self._job(request, [prompt], params, [])
+
+    def completion(self, body: bytes) -> Job:
+        """A body of /v1/completions."""
+        request = openai.parse(body, openai.CompletionRequest)
+        self._check(request)
+        params = openai.completion_params(request)
+        given = openai.completion_prompts(request.prompt)
+        make = self._preparer
+        prompts = [make.text(p) if isinstance(p, str) else make.ids(p) for p in given]
+        echo: list[str] = []
+        if request.echo:
+            for p in given:
+                text = p if isinstance(p, str) else make.tokenizer.decode(p, skip_special=False)
+                echo += [text] * params.n
+        return self._job(request, prompts, params, echo)
+
+    def _job(
+        self,
+        request: openai.ChatRequest | openai.CompletionRequest,
+        prompts: list[Prompt],
+        params: SamplingParams,
+        echo: list[str],
+    ) -> Job:
+        chat = isinstance(request, openai.ChatRequest)
+        response_id = f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}"
+        requests = [
+            each
+            for i, prompt in enumerate(prompts)
+            for each in self._preparer.requests(prompt, params, f"{response_id}-{i}")
+        ]
+        options = request.stream_options
+        return Job(
+            staged=self._stage(requests),
+            prompt_lens=[len(p.token_ids) for p in prompts],
+            writer=Writer(
+                chat=chat,
+                response_id=response_id,
+                created=int(time.time()),
+                model=self._name,
+                tokenizer=self._preparer.assets.tokenizer,
+                logprobs=params.logprobs is not None,
+            ),
+            chat=chat,
+            stream=bool(request.stream),
+            with_usage=options is not None and bool(options.include_usage),
+            echo=echo,
+            only_echo=bool(echo) and request.max_tokens == 0,
+        )
+
+    def _check(self, request: openai.ChatRequest | openai.CompletionRequest) -> None:
+        """What does not depend on the prompt."""
+        if request.model is not None and request.model != self._name:
+            raise refused(
+                "model",
+                f"{request.model!r:.80}",
+                f"this server serves {self._name!r}",
+                "ask for that model, or start the server with --served-model-name",
+                "model_not_found",
+            )
+        if request.stream_options is not None and not request.stream:
+            raise refused(
+                "stream_options", "given", "only with stream: true", "leave it out or stream"
+            )
+        if request.stream and isinstance(request, openai.CompletionRequest) and request.echo:
+            raise refused(
+                "echo", "true with stream", "an echo is not streamed", "send stream: false"
+            )
