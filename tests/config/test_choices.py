@@ -40,6 +40,28 @@ def test_a_choice_out_of_range_is_named_with_its_value(field: str, value: object
     assert f"--{field.replace('_', '-')}" in found.change
 
 
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("device", "gpu"),
+        ("device", "CPU"),
+        ("dtype", "fp32"),
+        ("weights", "randm"),
+        ("max_running", 2.5),
+        ("max_running", "8"),
+        ("page_size", True),
+        ("prefix_cache", 1),
+        ("max_model_len", "many"),
+        ("memory_fraction", True),
+        ("seed", None),
+    ],
+)
+def test_a_choice_of_another_type_is_refused(field: str, value: object):
+    (found,) = validate(EngineConfig(model="x", **{field: value}))  # pyright: ignore
+    assert found.where == field
+    assert found.saw == repr(value)
+
+
 def test_every_bad_choice_is_reported_at_once():
     found = validate(EngineConfig(model="x", max_running=0, page_size=0, memory_fraction=2))
     assert {f.where for f in found} == {"max_running", "page_size", "memory_fraction"}

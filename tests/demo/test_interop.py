@@ -1,14 +1,18 @@
 """The shipped demo model gives transformers' logits: its files are a real checkpoint's.
 
-The other side of the comparison is the training network, whose sizes come from config.json.
+Compared with: the engine that serves them, and the network that trained them, whose sizes come
+from config.json.
 """
 
 import json
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+
+from vitrail import LLM
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "vitrail" / "demo"
@@ -67,6 +71,25 @@ def test_logits_equal_transformers(ours, theirs, grid):
         ).logits[0]
     assert (logits - expected).abs().max() <= 1e-4
     assert torch.equal(logits.argmax(-1), expected.argmax(-1))
+
+
+@pytest.mark.parametrize("grid", [(4, 6), (16, 16), (10, 18)])
+def test_the_engines_logits_equal_transformers(theirs, grid):
+    rows, columns = grid
+    generator = torch.Generator().manual_seed(rows * 100 + columns)
+    pixels = torch.rand(rows * columns, 588, generator=generator) * 2 - 1
+    text = torch.randint(0, 256, (40,), generator=generator).tolist()
+    ids = [*text[:IMAGE_AT], *[MEDIA_PAD] * (rows * columns // 4), *text[IMAGE_AT:]]
+    llm = LLM(FOLDER, device="cpu", kv_cache_bytes=16 << 20, max_running=2)
+    logits = llm.score(ids, [{"patches": pixels.numpy(), "grid": grid}])
+    with torch.no_grad():
+        expected = theirs(
+            input_ids=torch.tensor(ids)[None],
+            pixel_values=pixels.view(-1, 3, 14, 14),
+            image_grid_thw=torch.tensor([[1, rows, columns]]),
+        ).logits[0]
+    assert np.abs(logits - expected.numpy()).max() <= 1e-4
+    assert (logits.argmax(-1) == expected.argmax(-1).numpy()).all()
 
 
 def test_folder_is_small_and_holds_no_pickle():

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vitrail.engine.request import SamplingParams
-from vitrail.engine.sampler import Sampler, read_logprob
+from vitrail.engine.sampler import Sampler
 from vitrail.engine.step import SlotSetup
 
 VOCAB = 37
@@ -172,10 +172,40 @@ def test_logprobs_are_of_the_models_own_distribution():
     logits = random_logits(1, seed=4)
     params = SamplingParams(temperature=0, logprobs=3, logit_bias={8: 100.0})
     sampled = make([params]).sample(logits, [0], np.array([0.5]), np.array([0]))
-    row = sampled.logprobs[0]
-    assert row is not None
-    got = read_logprob(8, row)
+    assert sampled.logprobs is not None
+    (got,) = sampled.logprobs.read([8])
     want = torch.log_softmax(logits[0], -1)
     assert sampled.token_ids.tolist() == [8]
     assert got.logprob == pytest.approx(float(want[8]), abs=1e-6)
     assert [i for i, _ in got.top] == want.topk(3).indices.tolist()
+
+
+def test_a_row_with_nothing_left_to_sample_fails_alone():
+    """Every id is an end id and min_tokens forbids them all: no masked id is sampled."""
+    logits = random_logits(2)
+    sampler = make([SamplingParams(min_tokens=2)], stops=frozenset(range(VOCAB)))
+    assert draw(sampler, logits[:1], [0], [0.3]) == [-1]
+    assert draw(sampler, logits[:1], [0], [0.3], [2])[0] >= 0
+
+
+def test_rows_beyond_a_block_are_sampled_alike():
+    params = [SamplingParams(top_p=0.8) if i % 2 else SamplingParams() for i in range(90)]
+    logits = random_logits(90, seed=8)
+    u = np.linspace(0, 0.999, 90)
+    together = draw(make(params), logits, list(range(90)), u)
+    alone = [draw(make([p]), logits[i : i + 1], [0], u[i : i + 1])[0] for i, p in enumerate(params)]
+    assert together == alone
+
+
+def test_logprobs_of_several_rows_are_read_as_each_row_asked():
+    logits = random_logits(3, seed=2)
+    params = [SamplingParams(logprobs=2), SamplingParams(), SamplingParams(logprobs=0)]
+    sampled = make(params).sample(logits, [0, 1, 2], np.full(3, 0.4), np.zeros(3, np.int64))
+    ids = sampled.token_ids.tolist()
+    assert sampled.logprobs is not None
+    assert sampled.logprobs.rows == [0, 2]
+    first, last = sampled.logprobs.read([ids[0], ids[2]])
+    assert len(first.top) == 2
+    assert last.top == []
+    want = torch.log_softmax(logits[2], -1)[ids[2]]
+    assert last.logprob == pytest.approx(float(want), abs=1e-6)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tests.engine.driver import Golden, golden_llm
-from vitrail import LLM, SamplingParams
+from vitrail import LLM, Refused, SamplingParams
 from vitrail.engine.request import FinishReason
 
 GREEDY = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
@@ -147,29 +147,140 @@ def test_n_choices_share_a_prompt_and_differ(golden: Golden):
     settled(llm)
 
 
-def test_a_request_whose_image_cannot_be_encoded_fails_alone(golden: Golden):
-    """Patches that make the tower give NaN: that request ends with an error, the others do not."""
+def ends(llm: LLM, prompts: list[Any], params: SamplingParams = GREEDY) -> list[Any]:
+    """Each prompt's completion, whether it failed or not."""
+    out = [g.outputs[0] for g in llm.generate(prompts, params)]
+    settled(llm)
+    return out
+
+
+def test_a_request_whose_logits_are_not_finite_fails_alone(golden: Golden):
+    """Patches that make the tower give NaN: that request ends with an error, its neighbour in every
+    step does not."""
     huge = np.full_like(golden.images[0]["patches"], 3e38)
     bad = {"patches": huge, "grid": golden.images[0]["grid"]}
     llm = golden_llm()
     poisoned = {"prompt_token_ids": [1, 505, 2], "images": [bad]}
-    with pytest.raises(RuntimeError, match="not finite"):
-        llm.generate([poisoned, golden.prompt], GREEDY)
+    failed, fine = ends(llm, [poisoned, golden.prompt])
+    assert failed.finish_reason is FinishReason.ERROR
+    assert "not finite" in failed.error
+    assert fine.token_ids == golden.greedy
+
+
+@pytest.mark.parametrize("step_ahead", [True, False])
+@pytest.mark.parametrize("fault", [AssertionError("grid"), IndexError("row"), RuntimeError("oom")])
+def test_an_image_whose_encoding_raises_fails_its_requests_alone(
+    golden: Golden, fault: Exception, step_ahead: bool
+):
+    """The tower raises for one picture, in whatever company. The chunk is small, so that the step
+    launched ahead already reads the failed entry."""
+    llm = golden_llm(step_ahead=step_ahead, max_step_tokens=20)
+    model = llm.engine._runner._p.encoder._model
+    encode, marked = model.encode_images, golden.images[1]["grid"]
+
+    def faulty(patches: Any, grids: Any, plans: Any) -> Any:
+        if tuple(marked) in [tuple(g) for g in grids]:
+            raise fault
+        return encode(patches, grids, plans)
+
+    model.encode_images = faulty
+    text = {"prompt_token_ids": golden.text_ids}
+    other = {"prompt_token_ids": [1, 505, 2], "images": [golden.images[0]]}
+    expected = [ends(golden_llm(), [p])[0].token_ids for p in (text, other)]
+    first, failed, last = ends(llm, [text, golden.prompt, other])
+    assert [first.token_ids, last.token_ids] == expected
+    assert failed.finish_reason is FinishReason.ERROR
+    assert str(fault) in failed.error
+    model.encode_images = encode
     assert run(llm, [golden.prompt]) == [golden.greedy]
 
 
-def test_a_step_that_raises_fails_its_requests_and_the_engine_goes_on(golden: Golden):
-    """A fault inside the forward pass: the model loses a weight for one step."""
-    llm = golden_llm()
+@pytest.mark.parametrize("step_ahead", [True, False])
+def test_a_step_that_raises_fails_its_requests_and_no_earlier_token_is_lost(
+    golden: Golden, step_ahead: bool
+):
+    """A fault inside the forward pass of the fifth step, while the fourth is in flight: the tokens
+    of the first four were delivered, and the engine goes on."""
+    llm = golden_llm(step_ahead=step_ahead)
     model = llm.engine._runner._p.model
-    norm = model.decoder.norm.weight
-    weight = norm.data
-    norm.data = weight[:5]
-    with pytest.raises(RuntimeError):
-        llm.generate([golden.prompt], GREEDY)
-    norm.data = weight
-    settled(llm)
+    forward, calls = model.forward, iter(range(1000))
+
+    def faulty(*args: Any) -> Any:
+        if next(calls) == 4:
+            raise ValueError("a kernel said no")
+        return forward(*args)
+
+    model.forward = faulty
+    (failed,) = ends(llm, [golden.prompt])
+    assert failed.finish_reason is FinishReason.ERROR
+    assert "a kernel said no" in failed.error
+    assert failed.token_ids == golden.greedy[:4]
     assert run(llm, [golden.prompt]) == [golden.greedy]
+
+
+def test_step_ahead_launches_from_tokens_that_were_not_read(golden: Golden):
+    """With step-ahead, a decode is launched before the step that sampled its input is read;
+    without, never. (Equal tokens alone would not show that anything runs ahead.)"""
+    for step_ahead in (True, False):
+        llm = golden_llm(step_ahead=step_ahead)
+        runner = llm.engine._runner
+        launch, events = runner.launch, []
+
+        def recorded(
+            plan: Any, inputs: Any, launch: Any = launch, events: list[Any] = events
+        ) -> Any:
+            launched = launch(plan, inputs)
+            events.append(("launch", plan.index))
+            read = launched.read
+
+            def read_later() -> Any:
+                events.append(("read", plan.index))
+                return read()
+
+            launched.read = read_later
+            return launched
+
+        runner.launch = recorded
+        assert run(llm, [golden.prompt]) == [golden.greedy]
+        ahead = [events.index(("launch", n + 1)) < events.index(("read", n)) for n in range(10)]
+        assert ahead == [step_ahead] * 10
+
+
+def test_more_prompts_than_the_queue_holds_are_all_answered(golden: Golden):
+    llm = golden_llm(max_waiting=2, max_running=2)
+    assert run(llm, [golden.prompt] * 9) == [golden.greedy] * 9
+
+
+def test_a_second_call_while_one_is_read_is_refused(golden: Golden):
+    llm = golden_llm()
+    requests = llm.preparer.requests(llm.prepare(golden.prompt), GREEDY, "a")
+    stream = llm.stream(requests)
+    next(stream)
+    with pytest.raises(Refused, match="one call at a time"):
+        llm.generate([golden.prompt], GREEDY)
+    tokens = [t for _, delta in stream for t in delta.token_ids]
+    assert golden.greedy[-len(tokens) :] == tokens
+    assert run(llm, [golden.prompt]) == [golden.greedy]
+
+
+@pytest.mark.parametrize(
+    ("bad", "field"),
+    [
+        ({"max_tokens": 2.5}, "max_tokens"),
+        ({"temperature": "hot"}, "temperature"),
+        ({"top_k": 10**400}, "top_k"),
+        ({"temperature": 1e-310}, "temperature"),
+        ({"repetition_penalty": 1e-300}, "repetition_penalty"),
+        ({"stop": ("",)}, "stop"),
+        ({"n": True}, "n"),
+    ],
+)
+def test_parameters_of_another_type_or_range_are_refused_by_name(
+    golden: Golden, bad: dict[str, Any], field: str
+):
+    with pytest.raises(Refused) as refused:
+        golden_llm().generate([golden.prompt], SamplingParams(**bad))
+    assert refused.value.findings[0].where == field
 
 
 def test_aborts_at_any_moment_leave_nothing(golden: Golden):

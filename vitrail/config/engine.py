@@ -4,8 +4,9 @@ At most 24 fields (a test holds it); command-line flags are generated from it, s
 the documentation. What can be derived is derived in a plan, not here.
 """
 
-from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from dataclasses import asdict, dataclass, field, fields
+from types import NoneType, UnionType
+from typing import Any, Literal, get_args, get_origin
 
 from vitrail.config.finding import Finding
 
@@ -32,7 +33,9 @@ class EngineConfig:
     )
     weights: Weights = _opt("checkpoint", "random makes weights on the device, for speed tests")
     seed: int = _opt(0, "seed of random weights and of requests that bring none")
-    max_model_len: int | None = _opt(None, "longest prompt + output, tokens; default the model's")
+    max_model_len: int | None = _opt(
+        None, "longest prompt + output, tokens; default what the model and the cache both hold"
+    )
     max_running: int = _opt(256, "requests computed at once")
     max_waiting: int = _opt(4096, "requests queued before new ones get 503")
     max_step_tokens: int = _opt(2048, "tokens computed in one step (prefill chunks + decodes)")
@@ -56,7 +59,9 @@ class EngineConfig:
 
 def validate(config: EngineConfig) -> list[Finding]:
     """Every choice that no engine could honour, whatever the model."""
-    found: list[Finding] = []
+    found = _type_findings(config)
+    if found:
+        return found
     minimum = {
         "max_running": 1,
         "max_waiting": 1,
@@ -101,3 +106,36 @@ def validate(config: EngineConfig) -> list[Finding]:
             )
         )
     return found
+
+
+def _type_findings(config: EngineConfig) -> list[Finding]:
+    """A choice has its annotation's type, or is one of its literals. A bool is no int."""
+    found: list[Finding] = []
+    for f in fields(config):
+        value = asdict(config)[f.name]
+        kinds = get_args(f.type) if isinstance(f.type, UnionType) else (f.type,)
+        if not any(_is(value, kind) for kind in kinds):
+            allowed = [_named(kind) for kind in kinds]
+            found.append(
+                Finding(
+                    where=f.name,
+                    saw=repr(value),
+                    rule=" or ".join(allowed),
+                    change=f"pass --{f.name.replace('_', '-')} with one of these",
+                )
+            )
+    return found
+
+
+def _is(value: object, kind: Any) -> bool:
+    if get_origin(kind) is Literal:
+        return isinstance(value, str) and value in get_args(kind)
+    if kind is float:
+        return isinstance(value, int | float) and not isinstance(value, bool)
+    return type(value) is kind
+
+
+def _named(kind: Any) -> str:
+    if get_origin(kind) is Literal:
+        return ", ".join(get_args(kind))
+    return "None" if kind is NoneType else f"a {kind.__name__}"

@@ -7,19 +7,17 @@ from typing import Literal
 
 from vitrail.config.finding import Finding, Refused
 
-NAMES = ("VITRAIL_LOG", "VITRAIL_API_KEY", "VITRAIL_CACHE")
+NAMES = ("VITRAIL_LOG", "VITRAIL_API_KEY")
 LogLevel = Literal["debug", "info", "warning", "error"]
 _LEVELS: tuple[LogLevel, ...] = ("debug", "info", "warning", "error")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Env:
-    """`log`: log level; `api_key`: required bearer key of the server, if set; `cache`: folder for
-    compiled kernels and downloads' metadata."""
+    """`log`: log level; `api_key`: required bearer key of the server, if set."""
 
     log: LogLevel
     api_key: str | None
-    cache: str
 
 
 def read_env() -> Env:
@@ -44,5 +42,4 @@ def read_env() -> Env:
                 change="set a key or unset the variable",
             )
         )
-    cache = os.environ.get("VITRAIL_CACHE", os.path.join(os.path.expanduser("~"), ".cache/vitrail"))
-    return Env(log=log, api_key=key, cache=cache)
+    return Env(log=log, api_key=key)

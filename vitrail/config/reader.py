@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TypeVar, cast
 
-from vitrail.config.finding import Finding
+from vitrail.config.finding import Finding, Refused
 
 T = TypeVar("T", int, float, str, bool)
 Json = dict[str, object]
@@ -15,7 +15,6 @@ _MISSING = object()
 
 def load_json(path: Path) -> Json:
     """The JSON object in `path`. Raises `Refused` for a missing file, bad JSON or another type."""
-    from vitrail.config.finding import Refused
 
     def refuse(saw: str) -> Refused:
         return Refused(

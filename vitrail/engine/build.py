@@ -42,11 +42,6 @@ from vitrail.weights import headers, load
 from vitrail.weights.plan import resolve
 
 log = logging.getLogger("vitrail.engine")
-TORCH_DTYPES: dict[DType, torch.dtype] = {
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-}
 # Patches encoded in a step where no processor says how large an image can be.
 DEFAULT_ENCODER_PATCHES = 16_384
 # GPU memory left to the forward pass beside weights, encoder and pages.
@@ -241,6 +236,15 @@ def _sizes(
     budget = min(budget, config.max_running * pages_each * config.page_size * token_bytes)
     if config.max_model_len is None:
         held = budget // (token_bytes * config.page_size) * config.page_size
+        if held < wanted:
+            log.warning(
+                "max_model_len: the model has %d positions, the cache of %d bytes holds %d tokens; "
+                "serving %d. Pass --kv-cache-bytes or --max-model-len to choose",
+                wanted,
+                budget,
+                held,
+                held,
+            )
         wanted = max(1, min(wanted, held))
     cache = accept(plan_cache(specs, config.page_size, budget, wanted, config.max_running))
     return _Sizes(wanted, patches, cache)

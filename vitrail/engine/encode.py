@@ -35,9 +35,11 @@ class ImageEncoder:
         return failed
 
     def _group(self, jobs: list[EncodeJob], pixels: list[np.ndarray]) -> dict[int, str]:
+        # An isolation boundary: whatever one picture makes the tower raise is that picture's.
         try:
             self._encode(jobs, pixels)
-        except (RuntimeError, ValueError) as error:
+        except Exception as error:  # noqa: BLE001
+            self._pool.drop([j.entry for j in jobs])
             if len(jobs) == 1:
                 return {jobs[0].entry: f"{type(error).__name__}: {error}"}
             failed: dict[int, str] = {}

@@ -4,6 +4,8 @@ text nor sockets: ids in, ids out. Not thread-safe: one thread calls it."""
 import logging
 from collections import deque
 
+import torch
+
 from vitrail.engine.ipc import Stats
 from vitrail.engine.request import EngineRequest, Output
 from vitrail.engine.runner import Launched, Runner
@@ -64,9 +66,13 @@ class Engine:
             outputs += self._launch(*planned)
         while len(self._in_flight) > (self._depth if planned is not None else 0):
             outputs += self._absorb()
-        if self.idle:
-            self.scheduler.check()
         return outputs
+
+    def rest(self) -> None:
+        """Check every invariant, once work is done and its outputs are delivered. O(pages); a leak
+        is found here and not by the request that has no room."""
+        assert self.idle, "work is left"
+        self.scheduler.check()
 
     def _launch(self, plan: StepPlan, inputs: StepInputs) -> list[Output]:
         # The isolation boundary: whatever a step raises fails that step's requests, not the
@@ -86,7 +92,10 @@ class Engine:
         return self.scheduler.absorb(launched.plan, result)
 
     def _fail(self, plan: StepPlan, error: Exception) -> list[Output]:
-        """Absorb what was launched before the faulty step, then fail the step's requests."""
+        """Absorb what was launched before the faulty step, then fail the step's requests. A fault
+        of the device itself is raised: nothing that this process launches can succeed after it."""
+        if isinstance(error, torch.AcceleratorError):
+            raise error
         log.exception("step %d failed", plan.index, exc_info=error)
         outputs: list[Output] = []
         while self._in_flight and self._in_flight[0].plan.index < plan.index:

@@ -5,6 +5,7 @@
 # pyright: reportUnknownVariableType=false
 
 import itertools
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -21,7 +22,13 @@ from vitrail.engine.build import build_engine
 from vitrail.engine.checkpoint import open_checkpoint
 from vitrail.engine.conversation import Picture, local_source, parse_conversation
 from vitrail.engine.prepare import Preparer, Prompt, load_assets
-from vitrail.engine.request import EngineRequest, FinishReason, SamplingParams, TokenLogprob
+from vitrail.engine.request import (
+    EngineRequest,
+    FinishReason,
+    Output,
+    SamplingParams,
+    TokenLogprob,
+)
 from vitrail.tokenizer.chat import ChatOptions
 from vitrail.vision.image import ImageLimits
 from vitrail.vision.preprocess import PatchedImage, from_patches
@@ -31,7 +38,8 @@ AnyPrompt = str | Sequence[Mapping[str, Any]] | Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
-    """One choice. `logprobs` is parallel to `token_ids`, empty unless asked for."""
+    """One choice. `logprobs` is parallel to `token_ids`, empty unless asked for. `error` says why a
+    choice with finish reason ERROR failed on its own while running; its neighbours did not."""
 
     index: int
     text: str
@@ -39,6 +47,7 @@ class Completion:
     logprobs: list[TokenLogprob]
     finish_reason: FinishReason
     stop_reason: str | int | None
+    error: str | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,6 +84,7 @@ class LLM:
             max_bytes=self.config.max_image_bytes, max_pixels=self.config.max_image_pixels
         )
         self._names = itertools.count()
+        self._busy = False
 
     def generate(
         self,
@@ -110,19 +120,17 @@ class LLM:
         self, token_ids: Sequence[int], images: Sequence[Any] = (), *, logprobs: bool = False
     ) -> Float[np.ndarray, "positions vocab"]:
         """fp32 logits (or natural-log probabilities) after every position of the ids, images
-        expanded, in one forward pass or as many chunks as the engine's step allows. Nothing is taken
+        expanded, in one forward pass or as many chunks as the engine's step allows. Nothing comes
         from the prefix cache."""
         prompt = self.prepare({"prompt_token_ids": token_ids, "images": images})
         params = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0, ignore_eos=True)
         request = self.preparer.requests(prompt, params, self._name(), want_logits=True)[0]
         rows: dict[int, np.ndarray] = {}
-        self.engine.add(request)
-        while not self.engine.idle:
-            for output in self.engine.step():
-                if output.error is not None:
-                    raise RuntimeError(output.error)
-                if output.logits is not None:
-                    rows[output.logits_start] = output.logits
+        for output in self._outputs([request]):
+            if output.error is not None:
+                raise RuntimeError(output.error)
+            if output.logits is not None:
+                rows[output.logits_start] = output.logits
         logits = np.concatenate([rows[start] for start in sorted(rows)])
         if not logprobs:
             return logits
@@ -134,22 +142,40 @@ class LLM:
         aborts what is left."""
         tokenizer = self.preparer.assets.tokenizer
         answers = {r.id: Answer(r, tokenizer) for r in requests}
+        for output in self._outputs(requests):
+            answer = answers[output.request_id]
+            delta = answer.push(output)
+            if delta.stopped_by_text:
+                self.engine.abort(answer.request.id)
+            yield answer, delta
+
+    def _outputs(self, requests: Sequence[EngineRequest]) -> Iterator[Output]:
+        """Queue requests as the queue has room, step until all have ended, and leave the engine
+        idle however the caller ends."""
+        if self._busy:
+            raise Refused(
+                Finding(
+                    where="LLM",
+                    saw="a second call while an earlier one is still being read",
+                    rule="one call at a time uses an engine",
+                    change="read the earlier stream to its end or close it first",
+                )
+            )
+        self._busy = True
+        waiting = deque(requests)
+        scheduler = self.engine.scheduler
         try:
-            for request in requests:
-                self.engine.add(request)
-            while not self.engine.idle:
-                for output in self.engine.step():
-                    answer = answers[output.request_id]
-                    delta = answer.push(output)
-                    if delta.stopped_by_text:
-                        self.engine.abort(answer.request.id)
-                    yield answer, delta
+            while waiting or not self.engine.idle:
+                while waiting and scheduler.num_waiting < self.config.max_waiting:
+                    self.engine.add(waiting.popleft())
+                yield from self.engine.step()
         finally:
-            for answer in answers.values():
-                if not answer.done:
-                    self.engine.abort(answer.request.id)
+            for request in requests:
+                self.engine.abort(request.id)
             while not self.engine.idle:
                 self.engine.step()
+            self._busy = False
+            self.engine.rest()
 
     def prepare(self, prompt: AnyPrompt) -> Prompt:
         """A prompt's ids and pictures, as the engine will see them."""
@@ -217,9 +243,6 @@ class LLM:
                 elapsed = bar.tasks[task].elapsed or 0.0
                 rate = f"{tokens / elapsed:.0f} token/s" if elapsed else ""
                 bar.update(task, advance=int(delta.finish_reason is not None), rate=rate)
-        failed = [a for a in answers.values() if a.error is not None]
-        if failed:
-            raise RuntimeError("; ".join(f"{a.request.id}: {a.error}" for a in failed))
         return answers
 
     def _name(self) -> str:
@@ -267,6 +290,7 @@ def _generated(answers: list[Answer]) -> Generated:
                 logprobs=a.logprobs,
                 finish_reason=a.finish_reason or FinishReason.ABORT,
                 stop_reason=a.stop_reason,
+                error=a.error,
             )
             for i, a in enumerate(answers)
         ],

@@ -14,7 +14,13 @@ from vitrail.config.engine import EngineConfig
 from vitrail.config.finding import Finding, Refused
 from vitrail.engine.checkpoint import Checkpoint
 from vitrail.engine.conversation import Picture
-from vitrail.engine.request import EngineRequest, ImageInput, SamplingParams, sampling_findings
+from vitrail.engine.request import (
+    EngineRequest,
+    ImageInput,
+    SamplingParams,
+    sampling_findings,
+    typed,
+)
 from vitrail.models.registry import load_processor
 from vitrail.tokenizer.chat import ChatOptions, ChatTemplate
 from vitrail.tokenizer.messages import Message
@@ -89,6 +95,7 @@ class Preparer:
         if assets.tokenizer is not None:
             ids = assets.tokenizer.special_ids
             stops |= {ids[name] for name in TURN_ENDS if name in ids}
+            _check_tokenizer(assets.tokenizer, facts.vocab_size)
         self._stop_ids = frozenset(i for i in stops if i < facts.vocab_size)
 
     def chat(
@@ -115,15 +122,7 @@ class Preparer:
 
     def ids(self, token_ids: Sequence[int], pictures: Sequence[Picture] = ()) -> Prompt:
         """Ids that the caller made, with one image id a picture or as many as it has tokens."""
-        vocab = self.facts.vocab_size
-        bad = [i for i in token_ids if not 0 <= i < vocab]
-        if bad:
-            raise _refused(
-                "prompt_token_ids",
-                f"{len(bad)} ids outside the vocabulary, the first {bad[0]}",
-                f"ids are 0 to {vocab - 1}",
-                "use the checkpoint's own tokenizer",
-            )
+        self._check_vocabulary(token_ids, "prompt_token_ids")
         self._count(pictures, "images")
         patched = self._patch(pictures)
         image_id = self.facts.image_token_id
@@ -135,8 +134,10 @@ class Preparer:
     def requests(
         self, prompt: Prompt, params: SamplingParams, request_id: str, *, want_logits: bool = False
     ) -> list[EngineRequest]:
-        """One request a choice. Raises `Refused` with every finding of the parameters and
-        lengths."""
+        """One request a choice; only the first returns the prompt's logprobs.
+        Raises `Refused` with
+        every finding of the parameters and lengths."""
+        params = typed(params)
         found = sampling_findings(params, self.facts.vocab_size)
         found += self._length_findings(prompt, params)
         if params.stop and self.assets.tokenizer is None:
@@ -154,7 +155,7 @@ class Preparer:
                 id=each,
                 prompt_token_ids=prompt.token_ids,
                 images=prompt.images,
-                params=params,
+                params=params if i == 0 else msgspec.structs.replace(params, prompt_logprobs=None),
                 max_tokens=room if params.max_tokens is None else params.max_tokens,
                 stop_token_ids=stops,
                 seed=seed if i == 0 else _mix(seed, str(i)),
@@ -194,6 +195,18 @@ class Preparer:
                 code="context_length_exceeded",
             )
         ]
+
+    def _check_vocabulary(self, token_ids: Sequence[int], where: str) -> None:
+        """An id without a row in the embedding would fail the whole step that holds it."""
+        vocab = self.facts.vocab_size
+        bad = [i for i in token_ids if not 0 <= i < vocab]
+        if bad:
+            raise _refused(
+                where,
+                f"{len(bad)} ids outside the vocabulary, the first {bad[0]}",
+                f"ids are 0 to {vocab - 1}",
+                "use the checkpoint's own tokenizer",
+            )
 
     def _count(self, images: Sequence[Picture], where: str) -> None:
         """Before anything is decoded."""
@@ -247,13 +260,16 @@ class Preparer:
                 f"{grid.height} x {grid.width} = {grid.num_patches} patches",
                 f"at most {self.facts.encoder_patches}, the encoder's budget",
                 "send a smaller picture, or start with a larger --encoder-patches",
+                "image_too_large",
             )
 
     def _prompt(
         self, prompt: list[int] | ExpandedPrompt, patched: Sequence[PatchedImage]
     ) -> Prompt:
         if isinstance(prompt, list):
+            self._check_vocabulary(prompt, "prompt")
             return Prompt(token_ids=prompt, images=[])
+        self._check_vocabulary(prompt.token_ids, "prompt")
         processor = self.assets.processor
         rules = processor.identity if processor is not None else bytes(32)
         images = [
@@ -270,14 +286,29 @@ class Preparer:
         return Prompt(token_ids=prompt.token_ids, images=images)
 
 
+def _check_tokenizer(tokenizer: Tokenizer, vocab_size: int) -> None:
+    """Every id that ordinary text can become has a row in the model. Specials beyond it are refused
+    where a template writes them: published tokenizers name more than they use."""
+    beyond = range(vocab_size, tokenizer.vocab_size)
+    missing = [i for i in beyond if not tokenizer.is_special(i) and tokenizer.token_bytes(i)]
+    if missing:
+        raise _refused(
+            "tokenizer",
+            f"{len(missing)} ordinary tokens from id {missing[0]} on, and {vocab_size} rows",
+            "every ordinary token has a row in the model's embedding",
+            "use the tokenizer that was published with the model",
+            "bad_tokenizer",
+        )
+
+
 def _mix(seed: int, text: str) -> int:
     """A 63-bit seed from another and a name."""
     digest = blake2b(f"{seed}:{text}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
 
-def _refused(where: str, saw: str, rule: str, change: str) -> Refused:
-    return Refused(Finding(where=where, saw=saw, rule=rule, change=change))
+def _refused(where: str, saw: str, rule: str, change: str, code: str = "invalid_value") -> Refused:
+    return Refused(Finding(where=where, saw=saw, rule=rule, change=change, code=code))
 
 
 def _no_tokenizer(where: str) -> Finding:

@@ -14,7 +14,7 @@ from msgspec import Meta
 
 from vitrail.cache.encoder import EncoderEntry
 from vitrail.cache.page_keys import PageKeys
-from vitrail.config.finding import Finding
+from vitrail.config.finding import Finding, Refused
 
 MAX_LOGPROBS = 20
 Unit = Annotated[float, Meta(ge=0, le=1)]
@@ -49,6 +49,26 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     n: int = 1
 
 
+def typed(params: SamplingParams) -> SamplingParams:
+    """`params` with every field of its declared type; one stop string may come as a str. Raises
+    `Refused`: msgspec checks what it decodes, not what a caller constructs."""
+    given = msgspec.structs.asdict(params)
+    if isinstance(params.stop, str):
+        given["stop"] = (params.stop,)
+    try:
+        return msgspec.convert(given, SamplingParams)
+    except msgspec.ValidationError as error:
+        saw, _, path = str(error).partition(" - at `$.")
+        raise Refused(
+            Finding(
+                where=path.rstrip("`") or "params",
+                saw=saw,
+                rule="a field has the type that SamplingParams declares",
+                change="pass that type",
+            )
+        ) from error
+
+
 def sampling_findings(params: SamplingParams, vocab_size: int) -> list[Finding]:
     """Every field out of range, whatever front door the request came through."""
     found: list[Finding] = []
@@ -59,21 +79,28 @@ def sampling_findings(params: SamplingParams, vocab_size: int) -> list[Finding]:
             found.append(Finding(where=field, saw=repr(saw), rule=rule, change=change))
 
     p = params
-    finite = float("inf")
     require(p.max_tokens is None or p.max_tokens >= 1, "max_tokens", p.max_tokens, "at least 1")
-    require(p.min_tokens >= 0, "min_tokens", p.min_tokens, "at least 0")
+    require(0 <= p.min_tokens < 2**31, "min_tokens", p.min_tokens, "0 to 2**31 - 1")
     require(
         p.max_tokens is None or p.min_tokens <= max(p.max_tokens, 0),
         "min_tokens",
         p.min_tokens,
         f"at most max_tokens, {p.max_tokens}",
     )
-    require(0 <= p.temperature <= 100, "temperature", p.temperature, "0 to 100")
-    require(p.top_k >= 0, "top_k", p.top_k, "at least 0 (0: off)")
+    require(
+        p.temperature == 0 or 0.01 <= p.temperature <= 100,
+        "temperature",
+        p.temperature,
+        "0 (greedy), or 0.01 to 100",
+    )
+    require(0 <= p.top_k < 2**31, "top_k", p.top_k, "0 (off) to 2**31 - 1")
     require(0 < p.top_p <= 1, "top_p", p.top_p, "above 0, at most 1")
     require(0 <= p.min_p <= 1, "min_p", p.min_p, "0 to 1")
     require(
-        0 < p.repetition_penalty < finite, "repetition_penalty", p.repetition_penalty, "above 0"
+        0.01 <= p.repetition_penalty <= 100,
+        "repetition_penalty",
+        p.repetition_penalty,
+        "0.01 to 100",
     )
     require(-2 <= p.presence_penalty <= 2, "presence_penalty", p.presence_penalty, "-2 to 2")
     require(-2 <= p.frequency_penalty <= 2, "frequency_penalty", p.frequency_penalty, "-2 to 2")

@@ -18,7 +18,7 @@ from vitrail.cache.kv_pool import KvPool
 from vitrail.engine.batch import Batch, BatchBuilder
 from vitrail.engine.encode import ImageEncoder
 from vitrail.engine.request import TokenLogprob
-from vitrail.engine.sampler import RowLogprobs, Sampled, Sampler, read_logprob
+from vitrail.engine.sampler import Sampled, Sampler, row_logprobs
 from vitrail.engine.step import (
     ImageSlice,
     PromptRows,
@@ -129,15 +129,13 @@ class Runner:
 
 
 def _prompt_logprobs(logits_TV: Tensor, next_ids: list[int], top: int) -> list[TokenLogprob]:
-    """For each position whose next prompt token is known, that token's logprob and the
-    likeliest."""
-    logprobs_TV = torch.log_softmax(logits_TV, dim=-1)
-    best = logprobs_TV.topk(top, dim=-1)
-    return [
-        read_logprob(t, RowLogprobs(logprobs_TV[i, t], best.indices[i], best.values[i]))
-        for i, t in enumerate(next_ids)
-        if t >= 0
-    ]
+    """For each position whose next prompt token is known, its logprob and the likeliest."""
+    known = [i for i, token in enumerate(next_ids) if token >= 0]
+    if not known:
+        return []
+    ids = torch.tensor(next_ids, device=logits_TV.device).clamp(min=0)
+    rows = row_logprobs(logits_TV, ids, known, [top] * len(known))
+    return rows.read([next_ids[i] for i in known])
 
 
 class Launched:
@@ -161,10 +159,12 @@ class Launched:
         logprobs: list[TokenLogprob | None] = []
         if self._sampled is not None:
             ids = self._sampled.token_ids.tolist()
-            logprobs = [
-                None if row is None or token < 0 else read_logprob(token, row)
-                for token, row in zip(ids, self._sampled.logprobs, strict=True)
-            ]
+            logprobs = [None] * len(ids)
+            found = self._sampled.logprobs
+            if found is not None:
+                read = found.read([ids[i] for i in found.rows])
+                for i, row in zip(found.rows, read, strict=True):
+                    logprobs[i] = row if ids[i] >= 0 else None
         return StepResult(
             token_ids=ids,
             logprobs=logprobs,

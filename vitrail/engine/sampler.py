@@ -22,21 +22,41 @@ from torch import Tensor
 from vitrail.engine.request import SamplingParams, TokenLogprob
 from vitrail.engine.step import SlotSetup
 
+# Rows of probabilities held at once: float64 [32, V], and what sorting them takes.
+BLOCK_ROWS = 32
+
+
+class Logprobs(NamedTuple):
+    """Of some rows, still on the device: the logprob of each row's own token, and its `width`
+    likeliest ids and logprobs, of which row i was asked for `tops[i]`. `rows`: their indices in the
+    batch."""
+
+    rows: list[int]
+    tops: list[int]
+    own: Float[Tensor, "R"]
+    top_ids: Int[Tensor, "R width"]
+    top_logprobs: Float[Tensor, "R width"]
+
+    def read(self, token_ids: Sequence[int]) -> list[TokenLogprob]:
+        """The host's copy (waits for the device once); `token_ids`: each row's own token."""
+        own, ids = self.own.tolist(), self.top_ids.tolist()
+        values = self.top_logprobs.tolist()
+        return [
+            TokenLogprob(
+                token_id=token,
+                logprob=own[i],
+                top=list(zip(ids[i][:top], values[i][:top], strict=True)),
+            )
+            for i, (token, top) in enumerate(zip(token_ids, self.tops, strict=True))
+        ]
+
 
 class Sampled(NamedTuple):
-    """`token_ids`: int64 [S] on the device, -1 where a row's logits were not finite. `logprobs`:
-    per row, None where not asked for; still on the device."""
+    """`token_ids`: int64 [S] on the device, -1 where a row's logits were not finite or nothing
+    could be sampled. `logprobs`: of the rows that asked, None if no row did."""
 
     token_ids: Int[Tensor, "S"]
-    logprobs: "list[RowLogprobs | None]"
-
-
-class RowLogprobs(NamedTuple):
-    """A row's own token's logprob (0-d) and its `top` likeliest ids and logprobs, on the device."""
-
-    own: Tensor
-    top_ids: Tensor
-    top_logprobs: Tensor
+    logprobs: Logprobs | None
 
 
 class _Row(NamedTuple):
@@ -96,11 +116,13 @@ class Sampler:
             rows.append(row)
         finite_S = torch.isfinite(logits_SV.sum(-1))
         x_SV = self._adjusted(logits_SV, rows, output_index)
-        tokens_S = x_SV.argmax(-1)
+        best_S, tokens_S = x_SV.max(-1)
+        finite_S &= torch.isfinite(best_S)
         plain = [i for i, r in enumerate(rows) if _kind(r.params) == "plain"]
         filtered = [i for i, r in enumerate(rows) if _kind(r.params) == "filtered"]
-        for members, draw in ((plain, _draw_plain), (filtered, _draw_filtered)):
-            if members:
+        for kind, draw in ((plain, _draw_plain), (filtered, _draw_filtered)):
+            for first in range(0, len(kind), BLOCK_ROWS):
+                members = kind[first : first + BLOCK_ROWS]
                 index = torch.tensor(members, device=self._device)
                 u = torch.from_numpy(draws[members]).to(self._device)
                 params = [rows[i].params for i in members]
@@ -110,8 +132,11 @@ class Sampler:
             tokens_S[[i for i, r in enumerate(rows) if r.penalty_row >= 0]],
         )
         tokens_S = torch.where(finite_S, tokens_S, -1)
-        wanted = [r.params.logprobs for r in rows]
-        return Sampled(tokens_S, _row_logprobs(logits_SV, tokens_S.clamp(min=0), wanted))
+        asked = {i: r.params.logprobs for i, r in enumerate(rows) if r.params.logprobs is not None}
+        if not asked:
+            return Sampled(tokens_S, None)
+        own_S = tokens_S.clamp(min=0)
+        return Sampled(tokens_S, row_logprobs(logits_SV, own_S, list(asked), list(asked.values())))
 
     def _adjusted(
         self, logits_SV: Float[Tensor, "S V"], rows: list[_Row], output_index: np.ndarray
@@ -188,22 +213,19 @@ def _invert(p_SV: Float[Tensor, "S V"], u_S: Float[Tensor, "S"]) -> Int[Tensor, 
     return torch.minimum(found, last.argmax(-1))
 
 
-def _row_logprobs(
-    logits_SV: Float[Tensor, "S V"], tokens_S: Int[Tensor, "S"], wanted: Sequence[int | None]
-) -> list[RowLogprobs | None]:
-    out: list[RowLogprobs | None] = [None] * len(wanted)
-    for i, top in enumerate(wanted):
-        if top is not None:
-            logprobs_V = torch.log_softmax(logits_SV[i], dim=-1)
-            best = logprobs_V.topk(top)
-            out[i] = RowLogprobs(logprobs_V[tokens_S[i]], best.indices, best.values)
-    return out
-
-
-def read_logprob(token_id: int, row: RowLogprobs) -> TokenLogprob:
-    """The host's copy of a row (waits for the device)."""
-    top = zip(row.top_ids.tolist(), row.top_logprobs.tolist(), strict=True)
-    return TokenLogprob(token_id=token_id, logprob=float(row.own), top=list(top))
+def row_logprobs(
+    logits_SV: Float[Tensor, "S V"],
+    tokens_S: Int[Tensor, "S"],
+    rows: list[int],
+    tops: list[int],
+) -> Logprobs:
+    """Natural-log probabilities of `rows`' own tokens and their likeliest, of the logits as they
+    are."""
+    index = torch.tensor(rows, device=logits_SV.device)
+    logprobs_RV = torch.log_softmax(logits_SV[index], dim=-1)
+    own = logprobs_RV.gather(1, tokens_S[index].unsqueeze(1)).squeeze(1)
+    best = logprobs_RV.topk(max(tops), dim=-1)
+    return Logprobs(rows, tops, own, best.indices, best.values)
 
 
 class _PenaltyTable:

@@ -65,6 +65,8 @@ def serve_once(channel: EngineChannel, engine: Engine) -> None:
     outputs += engine.step()
     if outputs or engine.idle:
         channel.send(Stepped(outputs=outputs, stats=engine.stats()))
+    if engine.idle:
+        engine.rest()
 
 
 if __name__ == "__main__":
