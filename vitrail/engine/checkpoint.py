@@ -39,7 +39,7 @@ def open_checkpoint(model: str, revision: str | None = None) -> Checkpoint:
         raise Refused(
             Finding(
                 where="config.json: architectures",
-                saw=repr(found),
+                saw=repr(config.get("architectures")),
                 rule="a list of one architecture name",
                 change="restore it from the published config.json",
                 code="bad_config",

@@ -63,8 +63,7 @@ def serve_once(channel: EngineChannel, engine: Engine) -> None:
             ended = [engine.abort(each) for each in message.ids]
             outputs += [output for output in ended if output is not None]
     outputs += engine.step()
-    if outputs or engine.idle:
-        channel.send(Stepped(outputs=outputs, stats=engine.stats()))
+    channel.send(Stepped(outputs=outputs, stats=engine.stats()))
     if engine.idle:
         engine.rest()
 

@@ -90,7 +90,7 @@ Handler = Callable[[Receive, Reply], Awaitable[None]]
 
 
 class App:
-    """Owns the frontend's worker threads, its metrics and the count of generation requests in
+    """Owns the frontend's worker threads, its metrics and `num_active`, the generation requests in
     progress."""
 
     def __init__(
@@ -108,7 +108,7 @@ class App:
         self._key = None if api_key is None else api_key.encode()
         self._threads = ThreadPoolExecutor(config.image_workers, thread_name_prefix="prepare")
         self._max_active = config.max_running + config.max_waiting
-        self._num_active = 0
+        self.num_active = 0
         self._is_closing = False
         self.metrics = Metrics(lambda: client.stats)
         model = {
@@ -149,7 +149,7 @@ class App:
         self._is_closing = True
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
-                while self._num_active:
+                while self.num_active:
                     await asyncio.sleep(0.02)
 
     def close(self) -> None:
@@ -198,7 +198,7 @@ class App:
         body = {
             "status": "ok" if dead is None else "dead",
             "reason": dead,
-            "active": self._num_active,
+            "active": self.num_active,
             "engine": self._client.stats,
         }
         await reply.whole(200 if dead is None else 503, msgspec.json.encode(body))
@@ -212,9 +212,9 @@ class App:
             raise refused(
                 "server", "it is closing", "a running server", "ask another", "engine_dead"
             )
-        if self._num_active >= self._max_active:
-            raise Refused(overloaded(self._num_active, self._max_active))
-        self._num_active += 1
+        if self.num_active >= self._max_active:
+            raise Refused(overloaded(self.num_active, self._max_active))
+        self.num_active += 1
         exchange = Exchange(self._client, self._tokenizer)
         try:
             body = await _read_body(receive)
@@ -229,7 +229,7 @@ class App:
                 work.cancel()
                 gone.cancel()
         finally:
-            self._num_active -= 1
+            self.num_active -= 1
             exchange.close()
             for answer in exchange.answers:
                 reason = "abort" if answer.finish_reason is None else answer.finish_reason.value

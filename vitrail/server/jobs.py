@@ -21,8 +21,8 @@ Stage = Callable[[list[EngineRequest]], Staged]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """A checked request, ready for the engine. `prompt_lens` in tokens, one a prompt. `echo`: text
-    before each choice's own; `only_echo`: nothing generated is shown."""
+    """A checked request, ready for the engine. `prompt_lens` in tokens and, if it is echoed, `echo`
+    as text: one a prompt. `only_echo`: nothing generated is shown."""
 
     staged: Staged
     prompt_lens: list[int]
@@ -65,9 +65,10 @@ class JobMaker:
         prompts = [make.text(p) if isinstance(p, str) else make.ids(p) for p in given]
         echo: list[str] = []
         if request.echo:
-            for p in given:
-                text = p if isinstance(p, str) else make.tokenizer.decode(p, skip_special=False)
-                echo += [text] * params.n
+            echo = [
+                p if isinstance(p, str) else make.tokenizer.decode(p, skip_special=False)
+                for p in given
+            ]
         return self._job(request, prompts, params, echo)
 
     def _job(

@@ -119,7 +119,7 @@ def parse(body: bytes, kind: type[Body]) -> Body:
     for name, allowed in _NEUTRAL.items():
         if name in request.__struct_fields__:
             value = cast(object, msgspec.structs.asdict(request)[name])
-            if value not in allowed:
+            if not any(type(value) is type(each) and value == each for each in allowed):
                 raise refused(
                     name,
                     f"{value!r:.80}",
@@ -132,16 +132,16 @@ def parse(body: bytes, kind: type[Body]) -> Body:
 
 def _validation(message: str) -> Refused:
     found = _PATH.search(message)
-    where = found[1] if found else "body"
+    where = f"{found[1]:.80}" if found and found[1] else "body"
     saw = message[: found.start()] if found else message
     unknown = re.search(r"unknown field `(.*?)`", saw)
     if unknown:
-        where = f"{where}.{unknown[1]}" if found and found[1] else unknown[1]
+        name = f"{unknown[1]:.80}"
         return refused(
-            where,
+            name if where == "body" else f"{where}.{name}",
             "a field that is not supported",
             "fields are honoured or refused, never ignored",
-            f"leave {unknown[1]} out",
+            f"leave {name} out",
             "unsupported_field",
         )
     missing = re.search(r"missing required field `(.*?)`", saw)
@@ -156,6 +156,8 @@ def chat_params(request: ChatRequest) -> SamplingParams:
     limit = request.max_tokens
     if request.max_completion_tokens is not None:
         limit = request.max_completion_tokens
+        if limit < 1:
+            raise refused("max_completion_tokens", str(limit), "at least 1", "send more, or none")
     top = request.top_logprobs
     if top is not None and not request.logprobs:
         raise refused(
@@ -194,7 +196,7 @@ def _params(
     if logprobs is not None and not 0 <= logprobs <= MAX_LOGPROBS:
         where = "top_logprobs" if isinstance(request, ChatRequest) else "logprobs"
         raise refused(where, str(logprobs), f"0 to {MAX_LOGPROBS}", "ask for fewer")
-    stop = request.stop or ()
+    stop = () if request.stop is None else request.stop
     given = {
         "temperature": request.temperature,
         "top_p": request.top_p,

@@ -61,7 +61,7 @@ async def _serve(
     app = App(config, client, preparer, name=name, api_key=api_key)
     try:
         free_address(host, port)  # still: loading may have taken minutes
-        listening = (_granian if http == "granian" else _uvicorn)(app, address, port)
+        listening = HTTP_SERVERS[http](app, address, port)
         serving = asyncio.create_task(_run(listening))
         log.info("serving %s at http://%s:%d/v1 (%s)", name, host, port, http)
         ended = asyncio.create_task(client.ended())
@@ -84,11 +84,13 @@ def free_address(host: str, port: int) -> str:
     """The numeric address of `host` where `port` can be listened on. Raises `Refused` where it
     cannot; granian alone would share a port with whoever allows it."""
     try:
+        if not 1 <= port <= 65535:
+            raise OSError("ports are 1 to 65535")
         family, kind, _, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(where)
-    except (OSError, OverflowError) as error:
+    except OSError as error:
         raise Refused(
             Finding(
                 where="host and port",
@@ -135,3 +137,9 @@ def _uvicorn(app: App, host: str, port: int) -> Listening:
         server.should_exit = True
 
     return Listening(server.serve, stop)
+
+
+HTTP_SERVERS: dict[Http, Callable[[App, str, int], Listening]] = {
+    "granian": _granian,
+    "uvicorn": _uvicorn,
+}

@@ -188,21 +188,27 @@ class Writer:
         return self._usage_prefix + _json(usage.json()) + b"}\n\n"
 
     def whole(self, answers: Sequence[Answer], usage: Usage, echoed: Sequence[str] = ()) -> bytes:
-        """The response of a request that is not streamed. `echoed`: text before each choice's
-        own."""
-        choices = [self._choice(i, a, echoed[i] if echoed else "") for i, a in enumerate(answers)]
+        """The response of a request that is not streamed. `echoed`: each prompt's text, before its
+        choices' own; their prompt has logprobs in its first choice."""
+        n = len(answers) // len(echoed) if echoed else 1
+        choices = [
+            self._choice(i, a, echoed[i // n], answers[i - i % n]) if echoed else self._choice(i, a)
+            for i, a in enumerate(answers)
+        ]
         return _json(
             {**self._head, "object": self._object, "choices": choices, "usage": usage.json()}
         )
 
-    def _choice(self, index: int, answer: Answer, echoed: str) -> dict[str, Any]:
+    def _choice(
+        self, index: int, answer: Answer, echoed: str = "", first: Answer | None = None
+    ) -> dict[str, Any]:
         content = (
             {"message": {"role": "assistant", "content": answer.text}}
             if self._chat
             else {"text": echoed + answer.text}
         )
-        before = answer.request.prompt_token_ids[:1] if echoed else []
-        rows = [*answer.prompt_logprobs, *answer.logprobs] if echoed else answer.logprobs
+        before = [] if first is None else answer.request.prompt_token_ids[:1]
+        rows = answer.logprobs if first is None else [*first.prompt_logprobs, *answer.logprobs]
         assert answer.finish_reason is not None, "answers are shown whole when they are done"
         return {
             "index": index,
