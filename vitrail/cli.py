@@ -119,8 +119,7 @@ def _generate(args: argparse.Namespace) -> int:
     for image in images:
         print(f"picture:  {image}")
     print(f"question: {question}")
-    print("answer:   ", end="", flush=True)
-    terminal.ask(question, images)
+    terminal.ask(question, images, label="answer:   ")
     return 0
 
 

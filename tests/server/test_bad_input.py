@@ -347,3 +347,31 @@ def test_f20_a_megabyte_of_text_does_not_hold_health_up(server: Served):
         for p in posted:
             assert error_of(p.result())["code"] == "context_length_exceeded"
     assert sorted(waits)[int(len(waits) * 0.9)] < 0.2
+
+
+@pytest.mark.parametrize(
+    ("body", "field"),
+    [
+        ({"n": 128, "stop_token_ids": [1] * 100_000}, "stop_token_ids"),
+        ({"n": 64, "stop": ["ab" * 20_000]}, "stop"),
+        ({"logit_bias": {str(i): 1 for i in range(50_000)}}, "logit_bias"),
+        ({"stop_token_ids": list(range(10**5, 10**5 + 900))}, "stop_token_ids"),
+        ({"prompt": [[72]] * 5000}, "prompt"),
+    ],
+)
+def test_parameters_that_grow_with_every_choice_are_bounded(server: Served, body: dict, field: str):
+    """A small body cannot become large work: refused at once, in a few words, the server well."""
+    began = time.monotonic()
+    response = server.client.post("/v1/completions", json={"prompt": "hi", "max_tokens": 1} | body)
+    assert response.status_code == 400, response.text[:200]
+    assert response.json()["error"]["param"] == field
+    assert len(response.content) < 2_000
+    assert time.monotonic() - began < 5
+    assert server.client.get("/health").status_code == 200
+
+
+def test_the_longest_stop_strings_are_compiled_once_for_all_choices(server: Served):
+    body = {"prompt": "hi", "max_tokens": 1, "n": 16, "stop": ["ab" * 512] * 16}
+    began = time.monotonic()
+    assert server.client.post("/v1/completions", json=body).status_code == 200
+    assert time.monotonic() - began < 5

@@ -191,7 +191,9 @@ class Preparer:
                 where="prompt" if length >= limit else "max_tokens",
                 saw=f"{length} prompt tokens and {wanted} to generate, {length + wanted} together",
                 rule=f"prompt and output fit in {limit} tokens",
-                change=f"shorten the prompt or generate at most {max(0, limit - length)} tokens",
+                change=f"send at most {limit - 1} prompt tokens"
+                if length >= limit
+                else f"shorten the prompt or generate at most {limit - length} tokens",
                 code="context_length_exceeded",
             )
         ]

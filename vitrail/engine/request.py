@@ -17,6 +17,8 @@ from vitrail.cache.page_keys import PageKeys
 from vitrail.config.finding import Finding, Refused
 
 MAX_LOGPROBS = 20
+# A request's parameters travel with each of its choices, so their size is bounded.
+MAX_STOPS, MAX_STOP_LEN, MAX_IDS = 16, 1024, 1024
 Unit = Annotated[float, Meta(ge=0, le=1)]
 
 
@@ -108,13 +110,20 @@ def sampling_findings(params: SamplingParams, vocab_size: int) -> list[Finding]:
         require(value is None or 0 <= value <= MAX_LOGPROBS, name, value, f"0 to {MAX_LOGPROBS}")
     require(1 <= p.n <= 128, "n", p.n, "1 to 128")
     require(p.seed is None or 0 <= p.seed < 2**63, "seed", p.seed, "0 to 2**63 - 1")
-    require(len(p.stop) <= 16, "stop", len(p.stop), "at most 16 strings")
+    require(len(p.stop) <= MAX_STOPS, "stop", len(p.stop), f"at most {MAX_STOPS} strings")
     require(all(p.stop), "stop", "", "stop strings are not empty")
+    longest = max(map(len, p.stop), default=0)
+    require(
+        longest <= MAX_STOP_LEN, "stop", f"{longest} characters", f"at most {MAX_STOP_LEN} each"
+    )
+    # One finding a field, whatever its length: a refusal is no larger than what was sent.
     for name, ids in (("stop_token_ids", p.stop_token_ids), ("logit_bias", p.logit_bias)):
-        for i in ids:
-            require(0 <= i < vocab_size, name, i, f"token ids are 0 to {vocab_size - 1}")
-    for i, bias in p.logit_bias.items():
-        require(-100 <= bias <= 100, "logit_bias", {i: bias}, "a bias is -100 to 100")
+        require(len(ids) <= MAX_IDS, name, f"{len(ids)} ids", f"at most {MAX_IDS}")
+        bad = [i for i in ids if not 0 <= i < vocab_size]
+        saw = f"{len(bad)} ids outside, the first {bad[0]}" if bad else ""
+        require(not bad, name, saw, f"token ids are 0 to {vocab_size - 1}")
+    far = [{i: bias} for i, bias in p.logit_bias.items() if not -100 <= bias <= 100]
+    require(not far, "logit_bias", far[:1], "a bias is -100 to 100")
     return found
 
 

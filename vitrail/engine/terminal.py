@@ -22,14 +22,15 @@ class Terminal:
         self._params = SamplingParams(max_tokens=max_tokens, temperature=temperature)
         self._messages: list[dict[str, Any]] = []
 
-    def ask(self, text: str, images: Sequence[Path] = ()) -> None:
-        """Send a message, print the answer as it comes, remember both. Raises `Refused`, and
-        remembers nothing, for a message that cannot be sent."""
+    def ask(self, text: str, images: Sequence[Path] = (), label: str = "") -> None:
+        """Send a message, print `label` and the answer as it comes, remember both. Raises `Refused`,
+        and remembers nothing, for a message that cannot be sent."""
         parts: list[dict[str, Any]] = [{"type": "image", "image": image} for image in images]
         message = {"role": "user", "content": [*parts, {"type": "text", "text": text}]}
         prompt = self._llm.prepare([*self._messages, message])
         requests = self._llm.preparer.requests(prompt, self._params, "terminal")
         said: list[str] = []
+        print(label, end="", flush=True)
         for answer, delta in self._llm.stream(requests):
             print(delta.text, end="", flush=True)
             said.append(delta.text)

@@ -32,6 +32,7 @@ Send = Callable[[Event], Awaitable[None]]
 JSON = b"application/json"
 TEXT = b"text/plain; version=0.0.4; charset=utf-8"
 EVENTS = b"text/event-stream; charset=utf-8"
+BODY_SECONDS = 60
 MAX_BODY_BYTES = 512 << 20
 OPEN_ROUTES = ("/health", "/metrics")  # without a key; they say nothing of any request
 
@@ -154,12 +155,13 @@ class App:
 
     def close(self) -> None:
         """End the worker threads."""
-        self._threads.shutdown(cancel_futures=True)
+        self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _route(self, scope: Scope) -> Handler:
         path, method = scope["path"], scope["method"]
         if self._key is not None and path not in OPEN_ROUTES:
-            self._check_key(dict(scope["headers"]).get(b"authorization", b""), self._key)
+            given = [v for k, v in scope["headers"] if k == b"authorization"]
+            self._check_key(given[0] if len(given) == 1 else b"", self._key)
         if path not in self._routes:
             known = ", ".join(self._routes)
             raise refused(
@@ -214,10 +216,19 @@ class App:
             )
         if self.num_active >= self._max_active:
             raise Refused(overloaded(self.num_active, self._max_active))
+        try:
+            body = await asyncio.wait_for(_read_body(receive), BODY_SECONDS)
+        except TimeoutError as error:
+            raise refused(
+                "body",
+                f"not complete after {BODY_SECONDS} s",
+                f"a body arrives within {BODY_SECONDS} s",
+                "send it faster, or send smaller pictures",
+                "body_too_slow",
+            ) from error
         self.num_active += 1
         exchange = Exchange(self._client, self._tokenizer)
         try:
-            body = await _read_body(receive)
             gone = asyncio.create_task(_disconnect(receive))
             work = asyncio.create_task(self._answer(make, body, exchange, reply))
             try:

@@ -16,6 +16,7 @@ _STATUS = {
     "method_not_allowed": (405, "invalid_request_error"),
     "invalid_api_key": (401, "authentication_error"),
     "body_too_large": (413, "invalid_request_error"),
+    "body_too_slow": (408, "invalid_request_error"),
 }
 RETRY_AFTER_SECONDS = 1
 

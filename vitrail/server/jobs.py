@@ -39,6 +39,7 @@ class JobMaker:
     a client got wrong."""
 
     def __init__(self, config: EngineConfig, preparer: Preparer, stage: Stage, name: str):
+        self._max_choices = config.max_waiting
         self._preparer = preparer
         self._stage = stage
         self._name = name
@@ -78,6 +79,14 @@ class JobMaker:
         params: SamplingParams,
         echo: list[str],
     ) -> Job:
+        choices = len(prompts) * max(params.n, 1)
+        if choices > self._max_choices:
+            raise refused(
+                "n" if len(prompts) == 1 else "prompt",
+                f"{len(prompts)} prompts of {params.n} choices each",
+                f"at most {self._max_choices} choices, what this server queues",
+                "send fewer in one request",
+            )
         chat = isinstance(request, openai.ChatRequest)
         response_id = f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}"
         requests = [

@@ -3,6 +3,7 @@ emitted of one request. Knows nothing of sampling, finish reasons or transport."
 
 import codecs
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 from vitrail.tokenizer.tokenizer import Tokenizer
@@ -50,7 +51,7 @@ class StopChecker:
 
     def __init__(self, stop_strings: Sequence[str], include_stop: bool = False):
         assert all(stop_strings), "an empty stop string is refused at the edge"
-        self._next, self._fail, self._depth, self._stop = _automaton(stop_strings)
+        self._next, self._fail, self._depth, self._stop = _automaton(tuple(stop_strings))
         self._first = frozenset(s[0] for s in stop_strings)
         self._include_stop = include_stop
         self._state = 0
@@ -91,8 +92,9 @@ class StopChecker:
         return Stopped(whole[: len(whole) - dropped], self._seen - dropped, stop)
 
 
+@lru_cache(maxsize=64)  # read only once built; the choices of a request share it
 def _automaton(
-    words: Sequence[str],
+    words: tuple[str, ...],
 ) -> tuple[list[dict[str, int]], list[int], list[int], list[str | None]]:
     """Aho-Corasick over `words`. Of each state: the next state by character; the state of its
     longest proper suffix; its depth, which is the length of text that may still become a word; the
