@@ -227,7 +227,9 @@ def workspace_bytes(f: Facts, max_splits: Num, max_items: Num, tile_m: Num) -> N
 
 def choose_triton(f: Facts) -> Choice:
     """Our Triton kernels. The compiler makes the loads, so pages of any size do; K and V of a tile
-    are padded to `dim_blocks`. A latent row is loaded once and is key and value."""
+    are padded to `dim_blocks`. A latent row is loaded once and is key and value. What a compiled
+    kernel really takes is held to this arithmetic by `compile.prove`; tiles are those that were
+    quickest on an H200, and elsewhere those that spill no registers."""
     latent = f.latent > 0
     decode = f.paged & (f.q_len <= DECODE_QUERIES)
     kernel = where(latent, LATENT, where(f.paged, where(decode, DECODE, EXTEND), VARLEN))
@@ -242,18 +244,26 @@ def choose_triton(f: Facts) -> Choice:
     convert = (f.kv_bytes < f.q_bytes) * most(dim, dim_v) * f.q_bytes
     # A row of a tile: the query, its scores as an operand.
     query_bytes = (dim + 64) * f.q_bytes
-    # Rows: 16 to 128, no more than there are, than 128 fp32 registers a thread accumulate, and
-    # than leave room for two stages of 16 keys.
-    by_smem = (f.smem_block - 16 * (2 * row_bytes + convert)) // query_bytes
-    cap = least(least(32768 // dim_v, by_smem), 128)
+    wide = (f.cc >= 90) & (f.cc < 120)  # matrix instructions of a whole warpgroup, 64 rows
+    # Rows: 16 to 128, no more than there are, than 64 fp32 registers a thread accumulate (latent
+    # tiles on wide GPUs: 128), and than leave room for two stages of 16 keys.
+    by_smem = (f.smem_block - 16 * ((2 + wide) * row_bytes + convert)) // query_bytes
+    by_registers = where(latent & wide, 32768, 16384) // dim_v
+    limit = where(wide & (f.paged | (dim_v >= 128)), 128, 64)
+    cap = least(least(by_registers, by_smem), limit)
     tile_m = least(power_of_two(f.q_len * group), most(power_of_two(cap + 1) // 2, 16))
-    warps = where(tile_m * dim_v > 8192, 8, 4)
-    fixed = tile_m * query_bytes
+    warps = where(tile_m * dim_v >= 8192, 8, 4)
+    # There the compiler keeps one more stage, and scores stay in registers.
+    wide = wide & (tile_m >= 64)
+    fixed = tile_m * where(wide, dim * f.q_bytes, query_bytes) + wide * 1024
+    # A decode leaves room for a second program of an SM, whose loads go on while this one computes.
+    room = where(decode & (latent == 0), least(f.smem_sm // 2 - 1024, f.smem_block), f.smem_block)
+    few = (latent & wide) | ((f.paged == 0) & (dim_v < 128))  # two stages were quicker than three
     tile_n, stages = 16, 1
     for n, s in ((16, 2), (32, 2), (32, 3), (64, 2), (64, 3)):
-        fits = fixed + n * (s * row_bytes + convert) <= f.smem_block
+        fits = (fixed + n * ((s + wide) * row_bytes + convert) <= room) & (few <= (s == 2))
         tile_n, stages = where(fits, n, tile_n), where(fits, s, stages)
-    smem = fixed + tile_n * (stages * row_bytes + convert)
+    smem = fixed + tile_n * ((stages + wide) * row_bytes + convert)
     threads = 32 * warps
     live = (tile_m * (dim_v + tile_n + tile_n // 2)) // threads + SPARE_REGISTERS
     cut = decode | (latent & (f.q_len <= DECODE_QUERIES))
