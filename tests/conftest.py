@@ -1,4 +1,7 @@
-"""Shared switches of the suite: tensor signatures are checked at call time, memory is poisoned."""
+"""Shared switches of the suite: tensor signatures are checked at call time, memory is poisoned,
+Triton kernels run in its interpreter where there is no GPU."""
+
+import os
 
 from jaxtyping import install_import_hook
 
@@ -19,6 +22,9 @@ install_import_hook(
 
 import pytest  # noqa: E402
 import torch  # noqa: E402
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

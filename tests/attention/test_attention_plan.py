@@ -20,9 +20,9 @@ from vitrail.attention.plan import (
 )
 from vitrail.attention.shape import PAGED, AttentionShape, AttentionSite, Phase
 from vitrail.config.finding import Refused
-from vitrail.config.hardware import CPU, Hardware
+from vitrail.config.hardware import CPU, find
 
-GPU = Hardware(name="some", cc=90, num_sms=132, smem_per_block_bytes=232448, hbm_bytes=1 << 37)
+GPU = find("H200")
 SITE = AttentionSite(
     num_q_heads=16, num_kv_heads=4, head_dim=72, head_dim_v=72, scale=0.1, causal=True
 )
@@ -160,6 +160,16 @@ def test_select_takes_the_smallest_bucket_that_holds_the_batch(batch, kv_len):
         assert shape.batch == min(b for b in buckets(200) if b >= batch)
         assert shape.max_kv_len == min(n for n in buckets(5000, 256) if n >= kv_len)
         assert shape.max_q_len == (1 if phase is Phase.DECODE else min(512, shape.max_kv_len))
+
+
+def test_a_table_s_shapes_are_those_of_its_limits():
+    limits = replace(LIMITS, dtype="bfloat16", kv_dtype="float8_e4m3fn", batch_invariant=True)
+    table = make_table([(SITE, Phase.DECODE)], limits, GPU, "triton")
+    made = table.select(SITE, Phase.DECODE, 7, 5000)
+    assert made.shape.kv_dtype == "float8_e4m3fn"
+    assert made.item_pages * 16 == 2048
+    assert made.max_splits == 3
+    assert not table.warnings
 
 
 def test_an_encoder_is_planned_for_whole_pictures():

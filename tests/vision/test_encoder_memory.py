@@ -8,12 +8,12 @@ from torch import Tensor, nn
 
 from tests.live_bytes import LiveBytes
 from vitrail.attention.plan import PlanLimits, make_table
-from vitrail.config.hardware import CPU, Hardware
+from vitrail.config.hardware import CPU, find
 from vitrail.vision.attention import VisionAttentionMetadata
 from vitrail.vision.moonvit import MoonVit
 
 FULL, HALF = (128, 128), (64, 64)
-GPU = Hardware(name="any", cc=90, num_sms=132, smem_per_block_bytes=232448, hbm_bytes=1 << 37)
+GPU = find("H200")
 
 
 class DenseAttention(nn.Module):

@@ -2,22 +2,50 @@
 ints.
 
 Legend: B sequences, B1 = B + 1, T packed queries, S packed keys, W pages a row of the block table,
-N pages, P page size, X the rest of a row. Host tuples travel beside their device tensors, so that
-no layer ever asks the device for a number."""
+N pages, P page size, X the rest of a row, I and C records. Host tuples travel beside their device
+tensors, so that no layer ever asks the device for a number."""
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
 import torch
 from jaxtyping import Int, Shaped
 from torch import Tensor
 
+from vitrail.attention.plan import AttentionPlan
 from vitrail.config.finding import Finding, Refused
 
 # Keys that a layer expands at once (expanded MLA prefill): bounds its workspace.
 CHUNK_TOKENS = 8192
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """What the programs of one launch do (`records.Records`), on the device: `items` int32 [I, 9],
+    `combines` int32 [C, 5], `slots` partial results."""
+
+    items: Int[Tensor, "I 9"]
+    combines: Int[Tensor, "C 5"]
+    slots: int
+
+
+class WorkCache:
+    """The work of a batch's lengths by plan, made by a backend when its first layer runs and read
+    by the others. Owned by the metadata that holds it; an engine that replays graphs fills it with
+    records of fixed addresses beforehand."""
+
+    def __init__(self) -> None:
+        self._by_plan: dict[int, tuple[AttentionPlan, Work]] = {}
+
+    def get(self, plan: AttentionPlan, make: Callable[[], Work]) -> Work:
+        if id(plan) not in self._by_plan:
+            self.put(plan, make())
+        return self._by_plan[id(plan)][1]
+
+    def put(self, plan: AttentionPlan, work: Work) -> None:
+        self._by_plan[id(plan)] = (plan, work)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +59,7 @@ class VarlenMetadata:
     q_starts: tuple[int, ...]
     cu_q: Int[Tensor, "B1"]
     cu_kv: Int[Tensor, "B1"]
+    work: WorkCache = field(default_factory=WorkCache, compare=False, repr=False)
 
     @property
     def batch(self) -> int:
@@ -74,6 +103,7 @@ class PagedMetadata:
     kv_lens_dev: Int[Tensor, "B"]
     block_table: Int[Tensor, "B W"]
     chunks: tuple[KvChunk, ...] = ()
+    work: WorkCache = field(default_factory=WorkCache, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         pages = self.block_table.shape[1]

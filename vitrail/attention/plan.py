@@ -1,37 +1,135 @@
 """`plan`: one pure function from an attention shape and a device to the way it will be run, or the
 findings that forbid it. No torch. `PlanTable` holds the plans an engine made at start-up; a step
-only looks them up."""
+only looks them up.
+
+What a kernel needs of its plan is in `AttentionPlan`; the numbers are chosen in `tiles` and `fa4`
+and held against the rules of `legality`."""
 
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from enum import StrEnum
 from types import MappingProxyType
+from typing import NamedTuple
 
-from vitrail.attention.shape import PAGED, AttentionShape, AttentionSite, Phase
+from vitrail.attention.fa4 import FA4_RULES, choose_fa4
+from vitrail.attention.legality import (
+    CUTE_RULES,
+    LAWS,
+    TRITON_RULES,
+    Rule,
+    broken,
+    finding,
+    shape_findings,
+)
+from vitrail.attention.shape import PAGED, AttentionShape, AttentionSite, KvDType, Phase
+from vitrail.attention.tiles import (
+    Choice,
+    Choose,
+    choose_cute,
+    choose_triton,
+    facts,
+)
 from vitrail.config.finding import Finding, accept
 from vitrail.config.hardware import Hardware
 from vitrail.config.model import DType
 
-BACKENDS: Mapping[str, str] = MappingProxyType(
-    {"reference": "vitrail.attention.backends.reference"}
+
+class Backend(NamedTuple):
+    """A backend made of kernels: how its numbers are chosen, and what must hold of them."""
+
+    choose: Choose
+    rules: tuple[Rule, ...]
+
+
+KERNEL_BACKENDS: Mapping[str, Backend] = MappingProxyType(
+    {
+        "triton": Backend(choose_triton, LAWS + TRITON_RULES),
+        "cute": Backend(choose_cute, LAWS + CUTE_RULES),
+        "fa4": Backend(choose_fa4, LAWS + FA4_RULES),
+    }
 )
+# Backends that have a module, and so can be planned.
+BACKENDS: Mapping[str, str] = MappingProxyType(
+    {name: f"vitrail.attention.backends.{name}" for name in ("reference", "triton")}
+)
+# What a GPU is planned for, best first, where nobody prefers one.
+CUDA_ORDER = ("reference",)
+
 # The reference holds at most this many bytes of fp32 scores, and of fp32 keys and values, at once.
 REFERENCE_SCORE_BYTES = 64 << 20
 REFERENCE_KEY_BYTES = 64 << 20
 
 
+class Loader(StrEnum):
+    """How keys and values reach the cores. `TORCH`: indexing. `TRITON`: the compiler's loads, one
+    address a row, any page size. `ROWS`: each loader thread copies whole rows (cp.async). `BULK`:
+    boxes of min(page, tile) rows (TMA)."""
+
+    TORCH = "torch"
+    TRITON = "triton"
+    ROWS = "rows"
+    BULK = "bulk"
+
+
+# By the numbers of `tiles`.
+LOADERS = tuple(Loader)
+KERNELS = ("torch", "varlen", "extend", "decode", "latent")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionPlan:
-    """How one shape runs. `backend` is a name in `BACKENDS`. Scores are made in blocks of
-    [block_batch sequences, block_heads query heads, block_q, block_kv], `score_bytes` in all."""
+    """How one shape runs. `backend` is a name in `BACKENDS`, `kernel` one of `KERNELS`: "torch",
+    "varlen" (encode, prefill), "extend", "decode" (up to 32 queries), "latent" (extend, decode).
+
+    Scores are made in blocks of [block_batch sequences, block_heads query heads, block_q,
+    block_kv], `score_bytes` in all. A kernel's program makes one block as a tile of `tile_m` rows
+    by `tile_n` keys of one key head. `pack_gqa`: its rows are (query, head of the group), row r of
+    a sequence being query r // group, head r % group; a tile may begin within a group.
+    `dim_blocks`, `dim_v_blocks`: powers of two (0: none) that together cover head_dim and
+    head_dim_v, 72 by (64, 16), 192 by (128, 64), a latent's 512 + 64 by (512, 64).
+
+    Splits: the keys of a tile of rows are cut in work items of whole pages, at least
+    `min_item_pages` each but for the last, at most `max_splits` a tile and `max_items` a launch,
+    whatever the lengths within the bucket; an item is a program a key head, and `wave_items` run
+    at once (0: all the same, nothing is split). `max_splits` 1: nothing to combine. `item_pages` >
+    0 fixes the pages of an item (batch-invariant); 0: they follow the real lengths of the batch.
+    `workspace_bytes`: fp32 partial outputs and their lse of all items. `lse`: the log of the
+    softmax denominator is written beside the output.
+
+    `rows_per_thread` rows of a tile for each of `loader_threads`; `predicated`: the last of them
+    are guarded. `smem_bytes`, `registers` (a thread), `tmem_columns`: what a program takes at most;
+    the proof by compilation refuses a kernel that takes more."""
 
     shape: AttentionShape
     backend: str
+    kernel: str
     block_batch: int
     block_heads: int
     block_q: int
     block_kv: int
     score_bytes: int
+    tile_m: int
+    tile_n: int
+    dim_blocks: tuple[int, int]
+    dim_v_blocks: tuple[int, int]
+    pack_gqa: bool
+    lse: bool
+    num_warps: int
+    num_stages: int
+    loader: Loader
+    loader_threads: int
+    rows_per_thread: int
+    predicated: bool
+    max_splits: int
+    wave_items: int
+    max_items: int
+    min_item_pages: int
+    item_pages: int
+    smem_bytes: int
+    registers: int
+    tmem_columns: int
+    workspace_bytes: int
 
 
 def plan(
@@ -39,13 +137,46 @@ def plan(
 ) -> AttentionPlan | list[Finding]:
     """The plan for `shape` on `gpu`, or every reason why there is none. `prefer` names a backend;
     one that cannot run the shape is refused, never replaced."""
-    found = [
-        *_preference_findings(prefer),
-        *_size_findings(shape),
-        *_site_findings(shape),
-        *_latent_findings(shape),
-    ]
-    return found or _plan_reference(shape, gpu)
+    found = [*_preference_findings(prefer), *shape_findings(shape)]
+    if found:
+        return found
+    for name in (prefer,) if prefer else order(gpu):
+        made = plan_on(name, shape, gpu)
+        if isinstance(made, AttentionPlan):
+            return made
+        found += made
+    return found
+
+
+def plan_on(name: str, shape: AttentionShape, gpu: Hardware) -> AttentionPlan | list[Finding]:
+    """As `plan`, for a shape without findings of its own, on one backend, whether or not it has a
+    module."""
+    if name == "reference":
+        return _plan_reference(shape, gpu)
+    backend = KERNEL_BACKENDS[name]
+    f = facts(shape, gpu)
+    c = backend.choose(f)
+    refused = broken(backend.rules, f, c)
+    if refused:
+        return [finding(rule, shape, name, f, c) for rule in refused]
+    return _plan_kernel(name, shape, c)
+
+
+def passed_over(made: AttentionPlan, gpu: Hardware, names: tuple[str, ...]) -> list[Finding]:
+    """Why those of `names` before the planned backend could not run its shape, as warnings."""
+    found: list[Finding] = []
+    for name in names:
+        if name == made.backend:
+            break
+        refused = plan_on(name, made.shape, gpu)
+        assert isinstance(refused, list), f"{name} plans {made.shape}"
+        found += [replace(f, severity="warning") for f in refused]
+    return found
+
+
+def order(gpu: Hardware) -> tuple[str, ...]:
+    """Backends for `gpu`, best first."""
+    return CUDA_ORDER if gpu.cc else ("reference",)
 
 
 def _preference_findings(prefer: str | None) -> list[Finding]:
@@ -60,103 +191,6 @@ def _preference_findings(prefer: str | None) -> list[Finding]:
             code="unknown_backend",
         )
     ]
-
-
-def _size_findings(shape: AttentionShape) -> list[Finding]:
-    site = shape.site
-    sizes = {
-        "num_q_heads": site.num_q_heads,
-        "num_kv_heads": site.num_kv_heads,
-        "head_dim": site.head_dim,
-        "head_dim_v": site.head_dim_v,
-        "batch": shape.batch,
-        "max_q_len": shape.max_q_len,
-        "max_kv_len": shape.max_kv_len,
-    }
-    return [
-        _illegal(shape, name, str(value), "at least 1", "give a positive size")
-        for name, value in sizes.items()
-        if value < 1
-    ]
-
-
-def _site_findings(shape: AttentionShape) -> list[Finding]:
-    site, phase, paged = shape.site, shape.phase, shape.phase in PAGED
-    found: list[Finding] = []
-
-    def require(ok: bool, field: str, saw: str, rule: str, change: str) -> None:
-        if not ok:
-            found.append(_illegal(shape, field, saw, rule, change))
-
-    require(
-        site.num_kv_heads < 1 or site.num_q_heads % site.num_kv_heads == 0,
-        "num_q_heads",
-        f"{site.num_q_heads} query heads for {site.num_kv_heads} key heads",
-        "query heads are a multiple of key heads",
-        "change the head counts or pad the heads",
-    )
-    require(
-        paged == (shape.page_size is not None),
-        "page_size",
-        f"{shape.page_size} in phase {phase}",
-        "extend and decode have pages, encode and prefill have none",
-        "set page_size to match the phase",
-    )
-    require(
-        shape.page_size is None or 1 <= shape.page_size <= 256,
-        "page_size",
-        str(shape.page_size),
-        "1 to 256 tokens",
-        "use 64",
-    )
-    require(
-        phase is Phase.ENCODE or site.causal,
-        "causal",
-        f"a bidirectional site in phase {phase}",
-        "queries see no later key than their own outside encode",
-        "set causal, or call it in the encode phase",
-    )
-    require(
-        site.window is None or site.window >= 0,
-        "window",
-        str(site.window),
-        "at least 0 keys",
-        "use None for no window",
-    )
-    require(
-        site.softcap is None or site.softcap > 0,
-        "softcap",
-        str(site.softcap),
-        "above 0",
-        "use None for no cap",
-    )
-    return found
-
-
-def _latent_findings(shape: AttentionShape) -> list[Finding]:
-    site, phase = shape.site, shape.phase
-    found: list[Finding] = []
-    if not site.latent_rank:
-        return found
-    if site.num_kv_heads != 1 or not site.head_dim_v == site.latent_rank <= site.head_dim:
-        saw = (
-            f"rank {site.latent_rank} with {site.num_kv_heads} key heads, head_dim "
-            f"{site.head_dim}, head_dim_v {site.head_dim_v}"
-        )
-        rule = "a latent has one key head, head_dim_v equal to its rank and head_dim at least that"
-        change = "describe the absorbed form of the layer"
-        found.append(_illegal(shape, "latent_rank", saw, rule, change))
-    if phase not in PAGED:
-        rule, change = "latent rows live in pages", "use extend or decode"
-        found.append(_illegal(shape, "phase", phase, rule, change))
-    if site.sink:
-        found.append(_illegal(shape, "sink", "a sink", "latent sites have none", "drop it"))
-    return found
-
-
-def _illegal(shape: AttentionShape, field: str, saw: str, rule: str, change: str) -> Finding:
-    where = f"attention {shape.phase}: {field}"
-    return Finding(where=where, saw=saw, rule=rule, change=change, code="illegal_shape")
 
 
 def _plan_reference(shape: AttentionShape, gpu: Hardware) -> AttentionPlan:
@@ -177,35 +211,101 @@ def _plan_reference(shape: AttentionShape, gpu: Hardware) -> AttentionPlan:
     return AttentionPlan(
         shape=shape,
         backend="reference",
+        kernel="torch",
         block_batch=block_batch,
         block_heads=block_heads,
         block_q=block_q,
         block_kv=block_kv,
         score_bytes=4 * block_batch * scores,
+        tile_m=block_heads * block_q,
+        tile_n=block_kv,
+        dim_blocks=(site.head_dim, 0),
+        dim_v_blocks=(site.head_dim_v, 0),
+        pack_gqa=False,
+        lse=True,
+        num_warps=0,
+        num_stages=1,
+        loader=Loader.TORCH,
+        loader_threads=0,
+        rows_per_thread=0,
+        predicated=False,
+        max_splits=1,
+        wave_items=shape.batch,
+        max_items=shape.batch,
+        min_item_pages=1,
+        item_pages=0,
+        smem_bytes=0,
+        registers=0,
+        tmem_columns=0,
+        workspace_bytes=0,
+    )
+
+
+def _plan_kernel(name: str, shape: AttentionShape, c: Choice) -> AttentionPlan:
+    site = shape.site
+    pack = site.num_q_heads // site.num_kv_heads if c.pack else 1
+    return AttentionPlan(
+        shape=shape,
+        backend=name,
+        kernel=KERNELS[c.kernel],
+        block_batch=1,
+        block_heads=min(pack, c.tile_m),
+        block_q=-(-c.tile_m // pack),
+        block_kv=c.tile_n,
+        score_bytes=4 * c.tile_m * c.tile_n,
+        tile_m=c.tile_m,
+        tile_n=c.tile_n,
+        dim_blocks=(c.dim_a, c.dim_b),
+        dim_v_blocks=(c.dim_v_a, c.dim_v_b),
+        pack_gqa=bool(c.pack),
+        lse=True,
+        num_warps=c.warps,
+        num_stages=c.stages,
+        loader=LOADERS[c.loader],
+        loader_threads=c.loader_threads,
+        rows_per_thread=c.rows_per_thread,
+        predicated=bool(c.predicated),
+        max_splits=c.max_splits,
+        wave_items=c.wave_items,
+        max_items=c.max_items,
+        min_item_pages=c.min_item_pages,
+        item_pages=c.item_pages,
+        smem_bytes=c.smem_bytes,
+        registers=c.registers,
+        tmem_columns=c.tmem_columns,
+        workspace_bytes=c.workspace_bytes,
     )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanLimits:
     """The bounds an engine plans for. `page_size` None: an encoder without a cache; then a
-    sequence's queries are its keys and `max_q_len` is not used."""
+    sequence's queries are its keys and `max_q_len` is not used. `kv_dtype` and `batch_invariant`
+    as in `AttentionShape`."""
 
     dtype: DType
     page_size: int | None
     max_batch: int
     max_q_len: int
     max_kv_len: int
+    kv_dtype: KvDType | None = None
+    batch_invariant: bool = False
 
 
 class PlanTable:
     """Plans by (site, phase, batch bucket, kv bucket), made once. Buckets are powers of two up to
-    the limits; `select` takes the smallest that holds the batch."""
+    the limits; `select` takes the smallest that holds the batch. `warnings`: why some are not on
+    the device's best backend."""
 
     def __init__(
-        self, plans: Mapping[tuple[AttentionSite, Phase], list[AttentionPlan]], limits: PlanLimits
+        self,
+        plans: Mapping[tuple[AttentionSite, Phase], list[AttentionPlan]],
+        limits: PlanLimits,
+        warnings: tuple[Finding, ...],
     ):
         """`plans`: for each site and phase, batch buckets times kv buckets, the latter inner."""
         self._plans = plans
+        self.warnings = warnings
         self._batches = batch_buckets(limits)
         self._kv_lens = kv_buckets(limits)
 
@@ -229,6 +329,7 @@ def make_table(
     """Plan every site and bucket. Raises `Refused` with the findings of all of them."""
     plans: dict[tuple[AttentionSite, Phase], list[AttentionPlan]] = {}
     found: dict[Finding, None] = {}
+    warnings: dict[Finding, None] = {}
     for site, phase in dict.fromkeys(sites):
         plans[site, phase] = []
         for batch in batch_buckets(limits):
@@ -236,11 +337,13 @@ def make_table(
                 made = plan(_bucket(site, phase, limits, batch, kv_len), gpu, prefer)
                 if isinstance(made, AttentionPlan):
                     plans[site, phase].append(made)
+                    if prefer is None:
+                        warnings.update(dict.fromkeys(passed_over(made, gpu, order(gpu))))
                 else:
                     found.update(dict.fromkeys(made))
     if found:
         accept(list(found))
-    return PlanTable(plans, limits)
+    return PlanTable(plans, limits, tuple(warnings))
 
 
 def _bucket(
@@ -255,6 +358,8 @@ def _bucket(
         batch=batch,
         max_q_len=max_q_len,
         max_kv_len=kv_len,
+        kv_dtype=limits.kv_dtype,
+        batch_invariant=limits.batch_invariant,
     )
 
 

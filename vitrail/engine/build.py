@@ -25,7 +25,7 @@ from vitrail.cache.manager import Manager
 from vitrail.cache.spec import ITEM_BYTES, LayerSpec
 from vitrail.config.engine import GIB, EngineConfig, validate
 from vitrail.config.finding import Finding, Refused, accept, errors
-from vitrail.config.hardware import CPU, Hardware
+from vitrail.config.hardware import CPU, Hardware, from_device
 from vitrail.config.model import DType, ModelConfig
 from vitrail.engine.batch import BatchBuilder
 from vitrail.engine.checkpoint import Checkpoint
@@ -130,13 +130,7 @@ def _hardware(device: torch.device) -> Hardware:
     if device.type == "cpu":
         return CPU
     p = torch.cuda.get_device_properties(device)
-    return Hardware(
-        name=p.name,
-        cc=p.major * 10 + p.minor,
-        num_sms=p.multi_processor_count,
-        smem_per_block_bytes=p.shared_memory_per_block_optin,
-        hbm_bytes=p.total_memory,
-    )
+    return from_device(p.name, p.major * 10 + p.minor, p.multi_processor_count, p.total_memory)
 
 
 def _dtype(config: EngineConfig, model: ModelConfig, device: torch.device) -> DType:
@@ -166,7 +160,13 @@ def _image_plans(
         max_q_len=max(1, patches),
         max_kv_len=max(1, patches),
     )
-    return make_table(model.image_sites(), limits, hardware, config.attention)
+    return _tell(make_table(model.image_sites(), limits, hardware, config.attention))
+
+
+def _tell(plans: PlanTable) -> PlanTable:
+    for warning in plans.warnings:
+        log.warning("%s", warning)
+    return plans
 
 
 def _load(
@@ -276,7 +276,7 @@ def _assemble(
         max_q_len=config.max_step_tokens,
         max_kv_len=sizes.max_model_len,
     )
-    plans = make_table(model.text_sites(), limits, _hardware(device), config.attention)
+    plans = _tell(make_table(model.text_sites(), limits, _hardware(device), config.attention))
     assert all(phase is not Phase.ENCODE for _, phase in model.text_sites())
     row_bytes = model_config.text.hidden_size * ITEM_BYTES[dtype]
     encoder_pool = EncoderPool()

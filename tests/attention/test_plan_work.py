@@ -1,0 +1,173 @@
+"""The work list of a launch: every key that a row of queries sees is in one item, and no launch
+needs more items than its plan allows."""
+
+from collections import defaultdict
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vitrail.attention.plan import AttentionPlan, plan_on
+from vitrail.attention.records import Records, make_records, padded
+from vitrail.attention.shape import AttentionShape, AttentionSite, Phase
+from vitrail.config.hardware import GPUS, find
+
+SITE = AttentionSite(
+    num_q_heads=28, num_kv_heads=4, head_dim=128, head_dim_v=128, scale=0.1, causal=True
+)
+LATENT = AttentionSite(
+    num_q_heads=48,
+    num_kv_heads=1,
+    head_dim=576,
+    head_dim_v=512,
+    scale=0.1,
+    causal=True,
+    latent_rank=512,
+)
+SHAPE = AttentionShape(
+    site=SITE,
+    phase=Phase.DECODE,
+    dtype="bfloat16",
+    page_size=16,
+    batch=8,
+    max_q_len=1,
+    max_kv_len=100_000,
+)
+
+
+def planned(shape: AttentionShape, gpu: str = "H200") -> AttentionPlan:
+    made = plan_on("triton", shape, find(gpu))
+    assert isinstance(made, AttentionPlan), made
+    return made
+
+
+def records(plan: AttentionPlan, lens: list[tuple[int, int]]) -> Records:
+    """Of sequences (q_len, kv_len), queries at the end of the keys, block table rows in order."""
+    return make_records(
+        plan,
+        [q for q, _ in lens],
+        [kv for _, kv in lens],
+        [kv - q for q, kv in lens],
+        list(range(len(lens))),
+    )
+
+
+def ranges(got: Records) -> dict[tuple[int, int], list[tuple[int, int]]]:
+    """(sequence, first row) -> its items' keys [lo, hi), in order."""
+    by_block: dict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
+    for _, row, _, _, base, lo, hi, _, _ in got.items.tolist():
+        by_block[base, row].append((lo, hi))
+    return {block: sorted(pieces) for block, pieces in by_block.items()}
+
+
+def check(plan: AttentionPlan, lens: list[tuple[int, int]]) -> Records:
+    site, got = plan.shape.site, records(plan, lens)
+    group = site.num_q_heads // site.num_kv_heads
+    pieces = ranges(got)
+    assert len(got.items) <= plan.max_items
+    assert got.slots <= plan.max_items
+    blocks = [
+        (seq, row)
+        for seq, (q_len, _) in enumerate(lens)
+        for row in range(0, q_len * group, plan.tile_m)
+    ]
+    assert sorted(pieces) == blocks
+    for seq, row in blocks:
+        q_len, kv_len = lens[seq]
+        last = min(row + plan.tile_m, q_len * group) - 1
+        first_pos = kv_len - q_len + row // group
+        hi = kv_len - q_len + last // group + 1
+        lo = 0 if site.window is None else max(0, first_pos - site.window)
+        items = pieces[seq, row]
+        assert len(items) <= plan.max_splits
+        assert (items[0][0], items[-1][1]) == (lo, hi)
+        assert all(a < b for a, b in items), f"an empty split in {items}"
+        assert all(a[1] == b[0] for a, b in zip(items, items[1:], strict=False))
+        assert all(a % (plan.shape.page_size or 1) == 0 for a, _ in items[1:])
+    splits = [len(pieces[block]) for block in blocks]
+    assert got.slots == sum(n for n in splits if n > 1)
+    assert sorted(got.combines[:, 4].tolist()) == sorted(n for n in splits if n > 1)
+    used = sorted(s for s in got.items[:, 7].tolist() if s >= 0)
+    assert used == list(range(got.slots))
+    return got
+
+
+@given(
+    lens=st.lists(st.tuples(st.integers(1, 9), st.integers(0, 17)), min_size=1, max_size=12),
+    page=st.sampled_from([1, 3, 16, 48, 64, 128, 256]),
+    window=st.sampled_from([None, 0, 127, 5000]),
+    latent=st.booleans(),
+    fixed=st.booleans(),
+    gpu=st.sampled_from(GPUS),
+)
+@settings(max_examples=250, deadline=None, derandomize=True)
+def test_every_page_is_read_once_within_the_bound(lens, page, window, latent, fixed, gpu):
+    # Lengths spread over orders of magnitude.
+    lens = [(q, q + (kv**4) % 100_000 if kv else q) for q, kv in lens]
+    site = replace(LATENT if latent else SITE, window=window)
+    shape = replace(
+        SHAPE,
+        site=site,
+        page_size=page,
+        batch=len(lens),
+        max_q_len=max(q for q, _ in lens),
+        max_kv_len=max(kv for _, kv in lens),
+        batch_invariant=fixed,
+    )
+    check(planned(shape, gpu.name), lens)
+
+
+@pytest.mark.parametrize("batch", [1, 2, 5, 8])
+def test_a_bucket_s_bound_holds_for_every_batch_within_it(batch):
+    """The plan is for 8 sequences of 100,000 keys; batches that fill it less cut them finer."""
+    plan = planned(replace(SHAPE, page_size=64))
+    for kv_len in (1, 63, 64, 65, 255, 257, 4097, 32_768, 99_999, 100_000):
+        check(plan, [(1, kv_len)] * batch)
+        check(plan, [(1, 1 + kv_len // (i + 1)) for i in range(batch)])
+        check(plan, [(1, 100_000)] + [(1, 1)] * (batch - 1))
+
+
+def test_one_long_sequence_among_short_ones_is_cut():
+    """No program is left with 64k keys while the others have 1k."""
+    plan = planned(replace(SHAPE, batch=256, max_kv_len=65_536, page_size=64))
+    got = check(plan, [(1, 1000)] * 255 + [(1, 65_536)])
+    longest = int((got.items[:, 6] - got.items[:, 5]).max())
+    assert longest <= 65_536 // 4
+    # Longest first, so that none starts last.
+    assert (np.diff(got.items[:, 6] - got.items[:, 5]) <= 0).all()
+
+
+@given(
+    kv_lens=st.lists(st.integers(1, 30_000), min_size=1, max_size=7),
+    window=st.sampled_from([None, 9000]),
+)
+@settings(max_examples=60, deadline=None, derandomize=True)
+def test_batch_invariant_cuts_depend_on_a_sequence_s_own_length(kv_lens, window):
+    site = replace(SITE, window=window)
+    shape = replace(SHAPE, site=site, batch_invariant=True, max_kv_len=30_000)
+    together = ranges(check(planned(shape), [(1, n) for n in kv_lens]))
+    for seq, n in enumerate(kv_lens):
+        small = replace(shape, batch=1, max_kv_len=n)
+        alone = ranges(check(planned(small), [(1, n)]))
+        assert together[seq, 0] == alone[0, 0]
+
+
+def test_without_splits_each_block_of_rows_is_one_item():
+    shape = replace(SHAPE, phase=Phase.EXTEND, max_q_len=4096, max_kv_len=9000)
+    plan = planned(shape)
+    got = check(plan, [(300, 300), (1, 9000), (4096, 8999)])
+    assert got.slots == 0
+    rows = (300 * 7, 7, 4096 * 7)
+    assert len(got.items) == sum(-(-r // plan.tile_m) for r in rows) <= plan.max_items
+
+
+def test_a_graph_s_records_are_of_one_size():
+    plan = planned(SHAPE)
+    got = records(plan, [(1, 50_000), (1, 70)])
+    full = padded(got, plan.max_items, plan.shape.batch)
+    assert full.items.shape == (plan.max_items, got.items.shape[1])
+    assert (full.items[: len(got.items)] == got.items).all()
+    assert not full.items[len(got.items) :].any()
+    assert not full.combines[len(got.combines) :].any()

@@ -1,0 +1,253 @@
+"""Our Triton kernels on a CUDA device: half precision against float64, page pools past 2^31
+elements, graphs whose records are replaced, memory that held NaN."""
+
+import pytest
+import torch
+
+from tests.attention.dense_attention import dense_packed, paged
+from vitrail.attention.metadata import PagedMetadata, paged_metadata, varlen_metadata
+from vitrail.attention.plan import AttentionPlan, plan
+from vitrail.attention.shape import PAGED, AttentionShape, AttentionSite, Phase
+from vitrail.config.finding import accept
+from vitrail.config.hardware import from_device
+
+pytestmark = pytest.mark.gpu
+CUDA = torch.device("cuda")
+
+
+def site(heads: int, kv_heads: int, dim: int, dim_v: int, **more) -> AttentionSite:
+    facts = {"scale": dim**-0.5, "causal": True, **more}
+    return AttentionSite(
+        num_q_heads=heads, num_kv_heads=kv_heads, head_dim=dim, head_dim_v=dim_v, **facts
+    )
+
+
+def latent(heads: int) -> AttentionSite:
+    return site(heads, 1, 576, 512, latent_rank=512, scale=192**-0.5)
+
+
+def backend():
+    from vitrail.attention.backends.triton import BACKEND
+
+    return BACKEND
+
+
+def planned(
+    where: AttentionSite, phase: Phase, q_lens, kv_lens, page: int = 16, dtype: str = "bfloat16"
+) -> AttentionPlan:
+    facts = torch.cuda.get_device_properties(0)
+    cc = facts.major * 10 + facts.minor
+    gpu = from_device(facts.name, cc, facts.multi_processor_count, facts.total_memory)
+    shape = AttentionShape(
+        site=where,
+        phase=phase,
+        dtype=dtype,
+        page_size=page if phase in PAGED else None,
+        batch=len(q_lens),
+        max_q_len=max(q_lens),
+        max_kv_len=max(kv_lens),
+    )
+    return accept(plan(shape, gpu, "triton"))
+
+
+def inputs(where: AttentionSite, q_lens, kv_lens, dtype: torch.dtype):
+    """q, k, v on the CPU, of values that `dtype` holds."""
+    g = torch.Generator().manual_seed(0)
+    sizes = (
+        (sum(q_lens), where.num_q_heads, where.head_dim),
+        (sum(kv_lens), where.num_kv_heads, where.head_dim),
+        (sum(kv_lens), where.num_kv_heads, where.head_dim_v),
+    )
+    q, k, v = (torch.randn(*size, generator=g).to(dtype) for size in sizes)
+    return q, k, (k[..., : where.head_dim_v] if where.latent_rank else v)
+
+
+def plain(q, k, v, where: AttentionSite, q_lens, kv_lens, sink):
+    """Plain torch in the inputs' dtype: products rounded to it, softmax in it."""
+    group = where.num_q_heads // where.num_kv_heads
+    parts = []
+    for a, b, c in zip(q.split(q_lens), k.split(kv_lens), v.split(kv_lens), strict=True):
+        kk, vv = (t.transpose(0, 1).repeat_interleave(group, 0) for t in (b, c))
+        scores = a.transpose(0, 1) @ kk.transpose(1, 2) * where.scale
+        if where.softcap is not None:
+            scores = where.softcap * torch.tanh(scores / where.softcap)
+        n, t = len(b), len(a)
+        gap = torch.arange(n - t, n, device=q.device)[:, None] - torch.arange(n, device=q.device)
+        hidden = gap < 0 if where.causal else torch.zeros_like(gap, dtype=torch.bool)
+        if where.window is not None:
+            hidden |= gap.abs() > where.window
+        scores = scores.masked_fill(hidden, -torch.inf)
+        if sink is not None:
+            logit = sink.to(q.dtype)[:, None, None].expand(-1, t, 1)
+            scores = torch.cat([scores, logit], -1)
+        parts.append((scores.softmax(-1)[..., :n] @ vv).transpose(0, 1))
+    return torch.cat(parts)
+
+
+def held(got, q, k, v, where, q_lens, kv_lens, sink=None) -> None:
+    """Error at most twice that of plain torch in the same dtype; lse to 1e-3."""
+    q, k, v = (t.to(CUDA) for t in (q, k, v))
+    rough = plain(q, k, v, where, q_lens, kv_lens, sink).double().cpu()
+    q, k, v = (t.cpu() for t in (q, k, v))
+    out, lse = dense_packed(q, k, v, where, q_lens, kv_lens, None if sink is None else sink.cpu())
+    ours = (got.out.double().cpu() - out).abs().max()
+    assert got.out.dtype == q.dtype
+    assert got.out.isfinite().all()
+    assert ours <= 2 * (rough - out).abs().max(), (ours, (rough - out).abs().max())
+    assert (got.lse.double().cpu() - lse).abs().max() <= 1e-3
+
+
+def run_paged(made: AttentionPlan, q, k, v, meta: PagedMetadata, sink=None):
+    if made.shape.site.latent_rank:
+        return backend().latent(made, q, k[:, :, 0], meta)
+    return backend().paged(made, q, k, v, meta, sink)
+
+
+def on_gpu(k, v, q_lens, kv_lens, page: int):
+    pages = paged(k, v, q_lens, kv_lens, page)
+    table = pages.meta.block_table.to(CUDA)
+    return pages.k.to(CUDA), pages.v.to(CUDA), paged_metadata(page, q_lens, kv_lens, table)
+
+
+@pytest.fixture(autouse=True)
+def dirty_memory() -> None:
+    """What the allocator hands out next holds NaN."""
+    blocks = [torch.full((1 << n,), torch.nan, device=CUDA) for n in range(8, 26) for _ in "ab"]
+    del blocks
+
+
+DECODES = {
+    "gqa": site(32, 8, 128, 128),
+    "wide": site(64, 4, 192, 128),
+    "one": site(8, 1, 192, 128),
+    "seven": site(28, 4, 64, 64),
+    "window_sink": site(16, 2, 128, 128, window=300, sink=True),
+    "softcap": site(16, 8, 256, 256, softcap=30.0),
+    "mla16": latent(16),
+    "mla128": latent(128),
+}
+
+
+@pytest.mark.parametrize("page", [1, 16, 64, 128])
+@pytest.mark.parametrize("name", DECODES)
+def test_decode(name, page):
+    where = DECODES[name]
+    kv_lens = [2500, 1, 63, 64, 65, 700]
+    q_lens = [1] * len(kv_lens)
+    q, k, v = inputs(where, q_lens, kv_lens, torch.bfloat16)
+    sink = torch.linspace(-1, 1, where.num_q_heads, device=CUDA) if where.sink else None
+    made = planned(where, Phase.DECODE, q_lens, kv_lens, page)
+    pool_k, pool_v, meta = on_gpu(k, v, q_lens, kv_lens, page)
+    held(
+        run_paged(made, q.to(CUDA), pool_k, pool_v, meta, sink),
+        q, k, v, where, q_lens, kv_lens, sink,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["gqa", "wide", "window_sink", "mla16"])
+@pytest.mark.parametrize("phase", PAGED)
+def test_several_queries(name, phase):
+    where = DECODES[name]
+    q_lens, kv_lens = [3, 17, 32, 1, 2], [3, 900, 300, 5, 700]
+    if phase is Phase.EXTEND:
+        q_lens, kv_lens = [*q_lens, 200], [*kv_lens, 333]
+    q, k, v = inputs(where, q_lens, kv_lens, torch.bfloat16)
+    sink = torch.linspace(-1, 1, where.num_q_heads, device=CUDA) if where.sink else None
+    made = planned(where, phase, q_lens, kv_lens, 16)
+    pool_k, pool_v, meta = on_gpu(k, v, q_lens, kv_lens, 16)
+    held(
+        run_paged(made, q.to(CUDA), pool_k, pool_v, meta, sink),
+        q, k, v, where, q_lens, kv_lens, sink,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize(
+    "where",
+    [
+        site(4, 4, 72, 72, causal=False),
+        site(4, 4, 64, 64, causal=False, window=100, sink=True),
+        site(4, 2, 80, 80, causal=False),
+        site(4, 4, 128, 128),
+        site(4, 4, 192, 128),
+        site(6, 2, 128, 128, window=64, softcap=50.0),
+    ],
+    ids=lambda w: f"{w.head_dim}-{w.causal}-{w.window}",
+)
+def test_varlen(where, dtype):
+    lens = [256, 1, 529, 300, 64, 65]
+    q, k, v = inputs(where, lens, lens, getattr(torch, dtype))
+    sink = torch.linspace(-1, 1, where.num_q_heads, device=CUDA) if where.sink else None
+    phase = Phase.PREFILL if where.causal else Phase.ENCODE
+    made = planned(where, phase, lens, lens, dtype=dtype)
+    got = backend().varlen(
+        made, q.to(CUDA), k.to(CUDA), v.to(CUDA), varlen_metadata(lens, CUDA), sink
+    )
+    held(got, q, k, v, where, lens, lens, sink)
+
+
+def test_d10_a_pool_past_2_to_the_31_elements():
+    """Pages on both sides of 2^31 elements hold the same keys."""
+    where = site(32, 8, 128, 128)
+    page, elements = 16, 16 * 8 * 128
+    far = 2**31 // elements
+    pools = [torch.empty(far + 2, page, 8, 128, dtype=torch.bfloat16, device=CUDA) for _ in "kv"]
+    for pool in pools:
+        pool.fill_(torch.nan)
+        pool[1] = torch.randn(page, 8, 128, device=CUDA)
+        pool[far + 1] = pool[far - 1] = pool[1]
+    q = torch.randn(1, 32, 128, device=CUDA, dtype=torch.bfloat16).repeat(3, 1, 1)
+    table = torch.tensor([[1], [far - 1], [far + 1]], dtype=torch.int32, device=CUDA)
+    made = planned(where, Phase.DECODE, [1] * 3, [16] * 3, page)
+    out, _ = backend().paged(made, q, *pools, paged_metadata(page, [1] * 3, [16] * 3, table))
+    assert out.isfinite().all()
+    assert torch.equal(out[0], out[1])
+    assert torch.equal(out[0], out[2])
+
+
+@pytest.mark.parametrize("batch", [1, 3, 8])
+def test_d14_no_nan_at_any_length(batch):
+    """Every length from 1 to 600 over memory that held NaN; the same batch twice is bitwise so."""
+    where = site(32, 8, 128, 128)
+    pool_k, pool_v = (torch.randn(400, 16, 8, 128, device=CUDA).bfloat16() for _ in "kv")
+    table = torch.randperm(400, device=CUDA)[: 38 * batch].view(batch, 38).int()
+    q = torch.randn(batch, 32, 128, device=CUDA).bfloat16()
+    made = planned(where, Phase.DECODE, [1] * batch, [600] * batch)
+    for first in range(1, 601, 7):
+        lens = [(first + 83 * i) % 600 + 1 for i in range(batch)]
+        metas = [paged_metadata(16, [1] * batch, lens, table) for _ in range(2)]
+        a, b = (backend().paged(made, q, pool_k, pool_v, meta) for meta in metas)
+        assert a.out.isfinite().all()
+        assert torch.equal(a.out, b.out)
+
+
+def test_a_graph_serves_other_lengths_by_its_records():
+    """Captured once with room for all, replayed with the records of other batches."""
+    from vitrail.attention.backends.triton import prepare
+
+    where = site(32, 8, 128, 128)
+    batch, pages, longest = 4, 160, 2560
+    pool_k, pool_v = (torch.randn(700, 16, 8, 128, device=CUDA).bfloat16() for _ in "kv")
+    table = torch.randperm(700, device=CUDA)[: batch * pages].view(batch, pages).int()
+    q = torch.randn(batch, 32, 128, device=CUDA).bfloat16()
+    made = planned(where, Phase.DECODE, [1] * batch, [longest] * batch)
+
+    def records(lens):
+        meta = paged_metadata(16, [1] * batch, lens, table)
+        return meta, prepare(made, meta, CUDA, (made.max_items, batch))
+
+    meta, work = records([longest] * batch)
+    meta.work.put(made, work)
+    backend().paged(made, q, pool_k, pool_v, meta)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = backend().paged(made, q, pool_k, pool_v, meta)
+    for lens in ([longest] * batch, [1, 2559, 16, 17], [700, 1, 1, 1], [2000, 1000, 500, 250]):
+        other, new = records(lens)
+        work.items.copy_(new.items)
+        work.combines.copy_(new.combines)
+        graph.replay()
+        want = backend().paged(made, q, pool_k, pool_v, paged_metadata(16, [1] * 4, lens, table))
+        assert torch.equal(got.out, want.out), lens
+        assert torch.equal(got.lse, want.lse)

@@ -1,0 +1,304 @@
+"""Attention by our Triton kernels: one body (`kernels/attend.py`) for packed, paged and latent
+keys, and one that joins split sequences (`kernels/combine.py`). The host checks the call, turns
+lengths into records (`records.py`), once a batch for all layers, and launches. It never asks the
+device for anything. `launches` is the one statement of how a kernel is specialised: what runs is
+what `attention/compile.py` proves.
+
+Legend: T packed queries, S packed keys, H query heads, K key heads, D head_dim, E head_dim_v,
+N pages, P page size, C latent rank + rotary channels."""
+
+import math
+from dataclasses import dataclass
+from functools import cache
+from itertools import accumulate
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from triton import KernelInterface
+
+from vitrail.attention.backend import Attended, AttentionBackend
+from vitrail.attention.kernels.attend import attend
+from vitrail.attention.kernels.combine import combine
+from vitrail.attention.metadata import PagedMetadata, VarlenMetadata, Work
+from vitrail.attention.plan import AttentionPlan
+from vitrail.attention.records import COMBINE_FIELDS, COMBINE_SPLITS, make_records, padded
+from vitrail.attention.shape import PAGED, Phase
+
+LOG2_E = math.log2(math.e)
+# Bytes that the compiler may assume every row to be aligned to; what a wide copy moves.
+WIDE_BYTES = 16
+COMBINE_WARPS, COMBINE_CHANNELS = 4, 128
+STRIDES = (
+    "q_token",
+    "q_head",
+    "k_page",
+    "k_key",
+    "k_head",
+    "v_page",
+    "v_key",
+    "v_head",
+    "table_row",
+)
+_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
+_TYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float8_e4m3fn": "fp8e4nv"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launch:
+    """A kernel and all that the compiler specialises it for. `types`: Triton's names of the
+    arguments that are not constants. `aligned`: those that are known to lie on 16-byte borders."""
+
+    kernel: KernelInterface
+    types: dict[str, str]
+    aligned: tuple[str, ...]
+    constants: dict[str, int]
+    num_warps: int
+    num_stages: int
+
+    @property
+    def options(self) -> dict[str, int]:
+        return {
+            "num_warps": self.num_warps,
+            "num_stages": self.num_stages,
+            "enable_fp_fusion": True,
+        }
+
+
+@cache
+def launches(plan: AttentionPlan, wide: bool = True) -> tuple[Launch, ...]:
+    """What a plan runs: `attend`, and `combine` where the plan splits. `wide`: all strides are
+    multiples of 16 bytes, as those of every pool of ours are."""
+    shape, site = plan.shape, plan.shape.site
+    (d1, d2), (e1, e2) = plan.dim_blocks, plan.dim_v_blocks
+    paged = shape.phase in PAGED
+    single = site.causal and shape.max_q_len == 1  # then an item's bounds are its row's
+    shared = bool(site.latent_rank) and (e1, e2) == (d1, 0) and site.head_dim_v == d1
+    stored = shape.kv_dtype or shape.dtype
+    results = {"out": f"*{_TYPES[shape.dtype]}"}
+    results |= dict.fromkeys(("lse", "part", "part_lse"), "*fp32")
+    types = {"q": results["out"], "k": f"*{_TYPES[stored]}", "v": f"*{_TYPES[stored]}"}
+    types |= {**results, "sink": "*fp32", "table": "*i32", "items": "*i32"}
+    types |= dict.fromkeys((*STRIDES, "window"), "i32")
+    types |= {"qk_scale": "fp32", "exp_scale": "fp32"}
+    heads = {"HEADS": site.num_q_heads, "KV_HEADS": site.num_kv_heads, "TILE_M": plan.tile_m}
+    body = Launch(
+        kernel=attend,
+        types=types,
+        aligned=("q", "k", "v", "out", "part") if wide else ("out", "part"),
+        constants={
+            **heads,
+            "TILE_N": plan.tile_n,
+            "PAGE": shape.page_size or 0,
+            "D": site.head_dim,
+            "D1": d1,
+            "D2": d2,
+            "E": site.head_dim_v,
+            "E1": e1,
+            "E2": e2,
+            "SHARED": shared,
+            "FROM_LO": site.window is not None,
+            "CAUSAL": site.causal and not single,
+            "WINDOW": site.window is not None and not single,
+            "SOFTCAP": site.softcap is not None,
+            "SINK": site.sink,
+            "UNIT": WIDE_BYTES // _BYTES[shape.dtype] if wide else 1,
+            "KV_UNIT": WIDE_BYTES // _BYTES[stored] if wide else 1,
+            "PEELED": plan.max_splits == 1 and shape.phase is not Phase.DECODE and not single,
+        },
+        num_warps=plan.num_warps,
+        # The compiler counts the tile in use, and under pages pipelines the lookups as well.
+        num_stages=(2 if paged else 1) * plan.num_stages + 1,
+    )
+    if plan.max_splits == 1:
+        return (body,)
+    join = Launch(
+        kernel=combine,
+        types={**results, "records": "*i32", "live_rows": "i32"},
+        aligned=("out", "part"),
+        constants={
+            **heads,
+            "E": site.head_dim_v,
+            "E_BLOCK": min(1 << (site.head_dim_v - 1).bit_length(), COMBINE_CHANNELS),
+            "SPLITS": COMBINE_SPLITS,
+        },
+        num_warps=COMBINE_WARPS,
+        num_stages=2,
+    )
+    return body, join
+
+
+class Triton:
+    """Stateless."""
+
+    def varlen(
+        self,
+        plan: AttentionPlan,
+        q_THD: Float[Tensor, "T H D"],
+        k_SKD: Float[Tensor, "S K D"],
+        v_SKE: Float[Tensor, "S K E"],
+        meta: VarlenMetadata,
+        sink_H: Float[Tensor, "H"] | None = None,
+    ) -> Attended:
+        """Head by head and longest first, so that programs at work together share their keys."""
+        return _attend(plan, q_THD, k_SKD, v_SKE, meta, sink_H)
+
+    def paged(
+        self,
+        plan: AttentionPlan,
+        q_THD: Float[Tensor, "T H D"],
+        k_NPKD: Float[Tensor, "N P K D"],
+        v_NPKE: Float[Tensor, "N P K E"],
+        meta: PagedMetadata,
+        sink_H: Float[Tensor, "H"] | None = None,
+    ) -> Attended:
+        """Any page size and strides."""
+        return _attend(plan, q_THD, k_NPKD, v_NPKE, meta, sink_H)
+
+    def latent(
+        self,
+        plan: AttentionPlan,
+        q_THC: Float[Tensor, "T H C"],
+        cache_NPC: Float[Tensor, "N P C"],
+        meta: PagedMetadata,
+    ) -> Attended:
+        """A row is loaded once and is key and, in its first channels, value."""
+        rows_NP1C = cache_NPC[:, :, None]
+        return _attend(
+            plan, q_THC, rows_NP1C, rows_NP1C[..., : plan.shape.site.latent_rank], meta, None
+        )
+
+
+BACKEND: AttentionBackend = Triton()
+
+
+def prepare(
+    plan: AttentionPlan,
+    meta: VarlenMetadata | PagedMetadata,
+    device: torch.device,
+    room: tuple[int, int] | None = None,
+) -> Work:
+    """The records of a batch, on the device by one copy that waits for nothing. `room`: as many
+    items and combines, the rest of them empty, for a graph that other batches use as well."""
+    if isinstance(meta, PagedMetadata):
+        starts = [kv - q for q, kv in zip(meta.q_lens, meta.kv_lens, strict=True)]
+        bases = range(meta.batch)
+    else:
+        starts, bases = meta.q_starts, list(accumulate(meta.kv_lens, initial=0))[:-1]
+    records = make_records(plan, meta.q_lens, meta.kv_lens, starts, bases)
+    if room is not None:
+        records = padded(records, *room)
+    flat = torch.cat(
+        [torch.from_numpy(records.items).flatten(), torch.from_numpy(records.combines).flatten()]
+    )
+    if device.type == "cuda":
+        flat = flat.pin_memory().to(device, non_blocking=True)
+    split = records.items.size
+    return Work(
+        items=flat[:split].view(records.items.shape),
+        combines=flat[split:].view(-1, COMBINE_FIELDS),
+        slots=records.slots if room is None else room[0],
+    )
+
+
+def _attend(
+    plan: AttentionPlan,
+    q_THD: Tensor,
+    k: Tensor,
+    v: Tensor,
+    meta: VarlenMetadata | PagedMetadata,
+    sink_H: Tensor | None,
+) -> Attended:
+    """`k`, `v`: [N, P, K, D] where paged, else [S, K, D]."""
+    _check(plan, q_THD, k, v, meta, sink_H)
+    site, device = plan.shape.site, q_THD.device
+    num_tokens, kv_heads = q_THD.shape[0], site.num_kv_heads
+    out_THE = q_THD.new_empty((num_tokens, site.num_q_heads, site.head_dim_v))
+    lse_TH = torch.empty(out_THE.shape[:2], dtype=torch.float32, device=device)
+    work = meta.work.get(plan, lambda: prepare(plan, meta, device))
+    if not len(work.items):
+        return Attended(out_THE, lse_TH)
+    body, *join = launches(plan, all(_is_wide(t) for t in (q_THD, k, v)))
+    q_unit, kv_unit = body.constants["UNIT"], body.constants["KV_UNIT"]
+    cells = work.slots * kv_heads * plan.tile_m
+    part = torch.empty((cells, site.head_dim_v), dtype=torch.float32, device=device)
+    part_lse = torch.empty(cells, dtype=torch.float32, device=device)
+    table = meta.block_table if isinstance(meta, PagedMetadata) else work.items
+    body.kernel[(len(work.items) * kv_heads,)](
+        q_THD,
+        k,
+        v,
+        lse_TH if sink_H is None else sink_H.float(),
+        out_THE,
+        lse_TH,
+        part,
+        part_lse,
+        table,
+        work.items,
+        *(stride // q_unit for stride in q_THD.stride()[:2]),
+        *(stride // kv_unit for t in (k, v) for stride in (t.stride(0), *t.stride()[-3:-1])),
+        table.stride(0),
+        0 if site.window is None else site.window,
+        *_scales(plan),
+        **body.constants,
+        **body.options,
+    )
+    if join and len(work.combines):
+        live_rows = min(plan.tile_m, meta.max_q_len * (site.num_q_heads // kv_heads))
+        blocks = -(-site.head_dim_v // join[0].constants["E_BLOCK"])
+        join[0].kernel[(len(work.combines) * kv_heads * live_rows, blocks)](
+            out_THE,
+            lse_TH,
+            part,
+            part_lse,
+            work.combines,
+            live_rows,
+            **join[0].constants,
+            **join[0].options,
+        )
+    return Attended(out_THE, lse_TH)
+
+
+def _scales(plan: AttentionPlan) -> tuple[float, float]:
+    """Factors before and after the soft cap; the second one leads to exponents of two."""
+    site = plan.shape.site
+    if site.softcap is None:
+        return 1.0, site.scale * LOG2_E
+    return site.scale / site.softcap, site.softcap * LOG2_E
+
+
+def _is_wide(t: Tensor) -> bool:
+    """Whether every row starts at a border of `WIDE_BYTES`."""
+    sizes = t.element_size()
+    return t.data_ptr() % WIDE_BYTES == 0 and all(
+        stride * sizes % WIDE_BYTES == 0 for stride in t.stride()[:-1]
+    )
+
+
+def _check(
+    plan: AttentionPlan,
+    q_THD: Tensor,
+    k: Tensor,
+    v: Tensor,
+    meta: VarlenMetadata | PagedMetadata,
+    sink_H: Tensor | None,
+) -> None:
+    """The call is the one that was planned."""
+    shape, site = plan.shape, plan.shape.site
+    assert q_THD.shape == (sum(meta.q_lens), site.num_q_heads, site.head_dim), q_THD.shape
+    assert str(q_THD.dtype) == f"torch.{shape.dtype}", f"{q_THD.dtype}, planned {shape.dtype}"
+    stored = shape.kv_dtype or shape.dtype
+    assert str(k.dtype) == str(v.dtype) == f"torch.{stored}", f"{k.dtype}, planned {stored}"
+    assert k.shape[-2:] == (site.num_kv_heads, site.head_dim), k.shape
+    assert v.shape[-2:] == (site.num_kv_heads, site.head_dim_v), v.shape
+    assert meta.batch <= shape.batch, f"{meta.batch} sequences, planned {shape.batch}"
+    assert meta.max_q_len <= shape.max_q_len, f"{meta.max_q_len}, planned {shape.max_q_len}"
+    assert meta.max_kv_len <= shape.max_kv_len, f"{meta.max_kv_len}, planned {shape.max_kv_len}"
+    assert site.sink == (sink_H is not None), f"sink planned: {site.sink}"
+    assert site.scale > 0, f"scale {site.scale}: the running maximum is that of scaled scores"
+    for t in (q_THD, k, v):
+        assert t.stride(-1) == 1, f"strides {t.stride()}: channels of a row are neighbours"
+    if isinstance(meta, PagedMetadata):
+        assert meta.page_size == shape.page_size, f"{meta.page_size}, {shape.page_size}"
+        assert k.shape[1] == v.shape[1] == meta.page_size, f"pages of {k.shape[1]}"
+        assert meta.block_table.stride(-1) == 1, meta.block_table.stride()

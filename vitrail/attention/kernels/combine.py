@@ -1,0 +1,64 @@
+"""Joins the partial results of split sequences: with w_i = 2^(lse_i), out = sum w_i out_i / sum w_i
+and lse = log sum w_i. One program a row (query, head); the order of the sum is that of the splits.
+
+Record, int32: [q_row, row, rows, slot, splits]: TILE_M rows of a sequence's queries from `row` on,
+as in `attend`, in partial results slot, slot + 1, ..., slot + splits - 1. rows 0: nothing to do."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit(
+    do_not_specialize=["live_rows"],
+    do_not_specialize_on_alignment=["lse", "part_lse", "records"],
+)
+def combine(
+    out,
+    lse,
+    part,
+    part_lse,
+    records,
+    live_rows,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    TILE_M: tl.constexpr,
+    E: tl.constexpr,
+    E_BLOCK: tl.constexpr,
+    SPLITS: tl.constexpr,
+):
+    """Program (i, j): record i // (KV_HEADS * live_rows), then key head, then row of the tile, of
+    which only live_rows are ever used; channels from j * E_BLOCK on. SPLITS: read at once."""
+    group: tl.constexpr = HEADS // KV_HEADS
+    program = tl.program_id(0)
+    tile_row = program % live_rows
+    kv_head = program // live_rows % KV_HEADS
+    record = records + (program // live_rows // KV_HEADS) * 5
+    q_row = tl.load(record)
+    flat = tl.load(record + 1) + tile_row
+    if flat >= tl.load(record + 2):
+        return
+    slot = tl.load(record + 3)
+    splits = tl.load(record + 4)
+    e = tl.program_id(1) * E_BLOCK + tl.arange(0, E_BLOCK)
+    top = tl.full([1], float("-inf"), tl.float32)
+    total = tl.zeros([1], tl.float32)
+    acc = tl.zeros([E_BLOCK], tl.float32)
+    for first in range(0, splits, SPLITS):
+        i = first + tl.arange(0, SPLITS)
+        cells = ((slot + i).to(tl.int64) * KV_HEADS + kv_head) * TILE_M + tile_row
+        logs = tl.load(part_lse + cells, mask=i < splits, other=float("-inf"))
+        there = (i < splits)[:, None] & (e < E)[None, :]
+        values = tl.load(part + cells[:, None] * E + e[None, :], mask=there, other=0.0)
+        new_top = tl.maximum(top, tl.max(logs, 0))
+        shift = tl.where(new_top == float("-inf"), 0.0, new_top)
+        w = tl.exp2(logs - shift)
+        kept = tl.exp2(top - shift)
+        total = total * kept + tl.sum(w, 0)
+        acc = acc * kept + tl.sum(values * w[:, None], 0)
+        top = new_top
+    blind = total == 0.0
+    one = tl.where(blind, 1.0, total)
+    cell = (q_row + flat // group).to(tl.int64) * HEADS + kv_head * group + flat % group
+    if tl.program_id(1) == 0:
+        tl.store(lse + cell + tl.arange(0, 1), (top + tl.log2(one)) * 0.6931471805599453)
+    tl.store(out + cell * E + e, (acc / one).to(out.dtype.element_ty), mask=e < E)

@@ -1,0 +1,133 @@
+"""The work of one attention launch, from host lengths: which program attends to which queries and
+keys. Knows plans and lengths; no torch, no device. `kernels/attend.py` and `kernels/combine.py` say
+what the fields of a record mean; a record of zeros is nothing to do, so that a launch of a fixed
+number of records serves any batch that needs no more."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vitrail.attention.plan import AttentionPlan
+
+Ints = NDArray[np.int64]
+
+ITEM_FIELDS = 9
+COMBINE_FIELDS = 5
+# Lengths that an item may have are tried on a geometric scale of so many steps.
+CANDIDATES = 24
+# What starting a program costs, in tiles; partial results that a combining program reads at once.
+START_TILES = 2
+COMBINE_SPLITS = 32
+
+
+class Records(NamedTuple):
+    """`items` int32 [I, 9], longest first; `combines` int32 [C, 5]; `slots`: partial results."""
+
+    items: NDArray[np.int32]
+    combines: NDArray[np.int32]
+    slots: int
+
+
+def make_records(
+    plan: AttentionPlan,
+    q_lens: Sequence[int],
+    kv_lens: Sequence[int],
+    q_starts: Sequence[int],
+    kv_bases: Sequence[int],
+) -> Records:
+    """Every row of every sequence in one block of `tile_m` rows, every key that a row of the block
+    sees in one item of the block; `kv_bases`: block table rows, or first packed key rows."""
+    site = plan.shape.site
+    group = site.num_q_heads // site.num_kv_heads
+    lens, keys, starts, bases = (
+        np.asarray(x, np.int64).reshape(-1) for x in (q_lens, kv_lens, q_starts, kv_bases)
+    )
+    firsts = np.cumsum(lens) - lens
+    seq, nth = _repeated(-(-lens * group // plan.tile_m))
+    row = nth * plan.tile_m
+    rows = lens[seq] * group
+    first_pos = starts[seq] + row // group
+    last_pos = starts[seq] + (np.minimum(row + plan.tile_m, rows) - 1) // group
+    lo, hi = np.zeros_like(seq), keys[seq]
+    if site.causal:
+        hi = np.minimum(hi, last_pos + 1)
+    elif site.window is not None:
+        hi = np.minimum(hi, last_pos + site.window + 1)
+    hi = np.maximum(hi, 0)
+    if site.window is not None:
+        lo = np.clip(first_pos - site.window, 0, hi)
+    page = plan.shape.page_size or 1
+    first_page = lo // page
+    pieces, size = cut(plan, -(-hi // page) - first_page)
+    block, nth = _repeated(pieces)
+    begin = (first_page[block] + nth * size[block]) * page
+    split = pieces > 1
+    slot = np.where(split, np.cumsum(pieces * split) - pieces * split, -1)
+    items = np.stack(
+        [
+            firsts[seq[block]],
+            row[block],
+            rows[block],
+            starts[seq[block]],
+            bases[seq[block]],
+            np.maximum(begin, lo[block]),
+            np.minimum(begin + size[block] * page, hi[block]),
+            np.where(split[block], slot[block] + nth, -1),
+            (nth == 0) & site.sink,
+        ],
+        axis=1,
+    )
+    items = items[np.argsort(items[:, 5] - items[:, 6], kind="stable")]
+    combines = np.stack([firsts[seq], row, rows, slot, pieces], axis=1)[split]
+    return Records(items.astype(np.int32), combines.astype(np.int32), int((pieces * split).sum()))
+
+
+def cut(plan: AttentionPlan, pages: Ints) -> tuple[Ints, Ints]:
+    """How many items each row block's `pages` become, at least one, and pages an item (its last
+    may have fewer). Within the plan's bounds the size is taken for which a launch's rounds times
+    their length are least; blocks are then cut evenly. Where the plan fixes the size
+    (batch-invariant), nothing but a block's own length matters."""
+    if plan.max_splits == 1 or not len(pages):
+        return np.ones_like(pages), np.maximum(pages, 1)
+    page = plan.shape.page_size or 1
+    whole = max(plan.tile_n // page, 1)
+    if plan.item_pages:
+        size = np.full_like(pages, plan.item_pages)
+        return np.maximum(-(-pages // size), 1), size
+    longest, total = int(pages.max()), int(pages.sum())
+    room = max(plan.max_items - len(pages), 1)
+    smallest = max(plan.min_item_pages, -(-longest // plan.max_splits), -(-total // room))
+    smallest = -(-smallest // whole) * whole
+    if smallest >= longest:
+        return np.ones_like(pages), np.maximum(pages, 1)
+    sizes = np.unique(np.geomspace(smallest, longest, CANDIDATES).astype(np.int64) // whole) * whole
+    sizes = sizes[sizes >= smallest]
+    counts = np.maximum(-(-pages[None] // sizes[:, None]), 1)
+    rounds = -(-counts.sum(1) // max(plan.wave_items, 1))
+    # In tiles: a round's longest item and its start; the combine's start and passes.
+    tiles = sizes // whole if whole > 1 else sizes * page / plan.tile_n
+    most = counts.max(1)
+    cost = rounds * (tiles + START_TILES) + (most > 1) * START_TILES + most / COMBINE_SPLITS
+    best = int(np.argmin(cost))
+    size = -(-pages // counts[best])
+    size = np.maximum(-(-size // whole) * whole, 1)
+    return np.maximum(-(-pages // size), 1), size
+
+
+def padded(records: Records, num_items: int, num_combines: int) -> Records:
+    """The same work in records of a fixed number, the rest of them empty."""
+    assert len(records.items) <= num_items, f"{len(records.items)} items, room for {num_items}"
+    assert len(records.combines) <= num_combines, f"{len(records.combines)} of {num_combines}"
+    items = np.zeros((num_items, ITEM_FIELDS), np.int32)
+    items[: len(records.items)] = records.items
+    combines = np.zeros((num_combines, COMBINE_FIELDS), np.int32)
+    combines[: len(records.combines)] = records.combines
+    return Records(items, combines, records.slots)
+
+
+def _repeated(counts: Ints) -> tuple[Ints, Ints]:
+    """For counts [2, 0, 3]: owners [0, 0, 2, 2, 2], each the nth [0, 1, 0, 1, 2] of its own."""
+    owner = np.repeat(np.arange(len(counts)), counts)
+    return owner, np.arange(len(owner)) - (np.cumsum(counts) - counts)[owner]
