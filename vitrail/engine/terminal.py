@@ -23,8 +23,8 @@ class Terminal:
         self._messages: list[dict[str, Any]] = []
 
     def ask(self, text: str, images: Sequence[Path] = (), label: str = "") -> None:
-        """Send a message, print `label` and the answer as it comes, remember both. Raises `Refused`,
-        and remembers nothing, for a message that cannot be sent."""
+        """Send a message, print `label` and the answer as it comes, remember both. `Refused`, and
+        nothing remembered, for a message that cannot be sent."""
         parts: list[dict[str, Any]] = [{"type": "image", "image": image} for image in images]
         message = {"role": "user", "content": [*parts, {"type": "text", "text": text}]}
         prompt = self._llm.prepare([*self._messages, message])
