@@ -80,7 +80,7 @@ def take(launch: Launch, cc: int) -> Taken:
     compiled = compile_launch(launch, cc)
     registers, stack_bytes = read_cubin(compiled.asm["cubin"])
     return Taken(
-        kernel=launch.kernel.fn.__name__,
+        kernel=launch.kernel.fn.__name__,  # pyright: ignore[reportAttributeAccessIssue]
         cc=cc,
         num_warps=launch.num_warps,
         registers=registers,
@@ -91,7 +91,7 @@ def take(launch: Launch, cc: int) -> Taken:
 
 def compile_launch(launch: Launch, cc: int) -> CompiledKernel:
     """As a launch on that GPU would (with Triton 3.6, even under the same key on disk)."""
-    names = launch.kernel.arg_names
+    names = launch.kernel.arg_names  # pyright: ignore[reportAttributeAccessIssue]
     types = launch.types | dict.fromkeys(launch.constants, "constexpr")
     source = ASTSource(
         launch.kernel,

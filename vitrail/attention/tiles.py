@@ -234,10 +234,7 @@ def choose_triton(f: Facts) -> Choice:
     decode = f.paged & (f.q_len <= DECODE_QUERIES)
     kernel = where(latent, LATENT, where(f.paged, where(decode, DECODE, EXTEND), VARLEN))
     group = f.q_heads // f.kv_heads
-    dim_a, dim_b = dim_blocks(where(latent, f.latent, f.dim))
-    rope = f.dim - f.latent
-    dim_b = where(latent, power_of_two(rope) * (rope > 0), dim_b)
-    dim_v_a, dim_v_b = dim_blocks(f.dim_v)
+    dim_a, dim_b, dim_v_a, dim_v_b = _triton_dims(f, latent)
     dim, dim_v = dim_a + dim_b, dim_v_a + dim_v_b
     row_bytes = where(latent, dim, dim + dim_v) * f.kv_bytes + 8
     # A tile converted from e4m3 stands beside the loaded ones.
@@ -259,12 +256,8 @@ def choose_triton(f: Facts) -> Choice:
     # A decode leaves room for a second program of an SM, whose loads go on while this one computes.
     room = where(decode & (latent == 0), least(f.smem_sm // 2 - 1024, f.smem_block), f.smem_block)
     few = (latent & wide) | ((f.paged == 0) & (dim_v < 128))  # two stages were quicker than three
-    tile_n, stages = 16, 1
-    for n, s in ((16, 2), (32, 2), (32, 3), (64, 2), (64, 3)):
-        fits = (fixed + n * ((s + wide) * row_bytes + convert) <= room) & (few <= (s == 2))
-        tile_n, stages = where(fits, n, tile_n), where(fits, s, stages)
-    smem = fixed + tile_n * ((stages + wide) * row_bytes + convert)
-    threads = 32 * warps
+    tile_n, stages = _triton_keys(room - fixed, row_bytes, convert, wide, few)
+    smem, threads = fixed + tile_n * ((stages + wide) * row_bytes + convert), 32 * warps
     live = (tile_m * (dim_v + tile_n + tile_n // 2)) // threads + SPARE_REGISTERS
     cut = decode | (latent & (f.q_len <= DECODE_QUERIES))
     slots = f.num_sms * most(resident(f, smem, threads, least(live, MAX_REGISTERS)), 1) * cut
@@ -292,6 +285,22 @@ def choose_triton(f: Facts) -> Choice:
         0,
         workspace_bytes(f, part.max_splits, part.max_items, tile_m),
     )
+
+
+def _triton_dims(f: Facts, latent: Num) -> tuple[Num, Num, Num, Num]:
+    """Blocks of head_dim (a latent's: its rank, then its rotary channels) and of head_dim_v."""
+    dim_a, dim_b = dim_blocks(where(latent, f.latent, f.dim))
+    rope = f.dim - f.latent
+    return dim_a, where(latent, power_of_two(rope) * (rope > 0), dim_b), *dim_blocks(f.dim_v)
+
+
+def _triton_keys(room: Num, row_bytes: Num, convert: Num, wide: Num, few: Num) -> tuple[Num, Num]:
+    """Keys of a tile and its stages: the most that fit in `room` bytes; `few`: two stages."""
+    tile_n, stages = 16, 1
+    for n, s in ((16, 2), (32, 2), (32, 3), (64, 2), (64, 3)):
+        fits = (n * ((s + wide) * row_bytes + convert) <= room) & (few <= (s == 2))
+        tile_n, stages = where(fits, n, tile_n), where(fits, s, stages)
+    return tile_n, stages
 
 
 def choose_cute(f: Facts) -> Choice:

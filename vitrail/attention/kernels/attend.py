@@ -18,6 +18,9 @@ Item record, int32: [q_row, row, rows, q_pos, kv_base, lo, hi, slot, has_sink]
     slot      -1: the result is final; else the partial result to write, fp32 and base-2 lse
     has_sink  whether this item counts the sink"""
 
+# A constant given to a jitted function is a constexpr inside it, which no type says.
+# pyright: reportArgumentType=false
+
 import triton
 import triton.language as tl
 
