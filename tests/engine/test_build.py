@@ -2,7 +2,10 @@
 pool and the longest request are what the budget holds."""
 
 import json
+import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -104,3 +107,26 @@ def test_random_weights_need_no_weights(tmp_path: Path):
     again = LLM(folder, device="cpu", weights="random", kv_cache_bytes=1 << 20, max_running=2)
     assert (first == again.score([1, 2, 3])).all()
     assert first.std() > 0
+
+
+def test_a_hub_id_is_found_in_the_hubs_cache_without_a_network(tmp_path: Path):
+    """The hub's own folder layout, as a download leaves it; another id is refused by name."""
+    repo = tmp_path / "models--org--tiny"
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    shutil.copytree(GOLDEN / "ckpt", repo / "snapshots" / commit)
+    (repo / "refs").mkdir()
+    (repo / "refs" / "main").write_text(commit)
+    code = (
+        "from vitrail.engine.checkpoint import open_checkpoint as find\n"
+        "from vitrail import Refused\n"
+        "print(find('org/tiny').folder.name, find('org/tiny', 'main').architecture)\n"
+        "try:\n    find('org/other')\nexcept Refused as refused:\n    print(refused)\n"
+    )
+    environment = os.environ | {"HF_HUB_CACHE": str(tmp_path), "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    found, refused = done.stdout.split("\n", 1)
+    assert found == f"{commit} KimiVLForConditionalGeneration"
+    assert "'org/other': no such folder" in refused
