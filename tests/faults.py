@@ -258,6 +258,7 @@ FAULTS: dict[str, tuple[str, ...]] = {
     "D12": (
         "tests/attention/test_reference.py::test_d12_a_table_too_short_is_refused_by_row_and_capacity",
     ),
+    "D14": ("tests/attention/test_triton_work.py::test_d14_any_length_any_splits_no_nan",),
     "D15": ("tests/attention/test_merge.py::test_d15_splits_merged_are_the_whole",),
     "D17": ("tests/attention/test_reference.py::test_d17_caches_of_any_strides",),
     "D19": ("tests/attention/test_reference.py::test_d19_stale_pages_are_not_attended",),
