@@ -12,7 +12,7 @@ from triton_plans import tiny
 from vitrail.attention.backend import load_backend
 from vitrail.attention.backends.triton import prepare
 from vitrail.attention.metadata import paged_metadata
-from vitrail.attention.records import make_records, padded
+from vitrail.attention.records import COMBINE_SPLITS, make_records, padded
 from vitrail.attention.shape import Phase
 from vitrail.config.finding import Refused
 
@@ -124,6 +124,19 @@ def test_d15_splits_are_the_whole(kv_len, splits):
     q, k, v = packed(where, [1], [kv_len])
     pages = paged(k, v, [1], [kv_len], 4)
     plan = tiny(where, Phase.DECODE, 4, splits, tile_n=16, wave_items=64, max_q_len=1)
+    got = BACKEND.paged(plan, q, pages.k, pages.v, pages.meta)
+    close(got, dense_packed(q, k, v, where, [1], [kv_len]), 2e-5)
+
+
+@interpreted
+def test_more_splits_and_channels_than_a_combine_reads_at_once():
+    """The first splits hold the smaller scores, so that what came before is scaled anew."""
+    where = site(heads=3, kv_heads=1, dim=8, dim_v=200)
+    kv_len = 16 * (COMBINE_SPLITS + 5)
+    q, k, v = packed(where, [1], [kv_len])
+    k *= torch.linspace(0.1, 6, kv_len)[:, None, None]
+    pages = paged(k, v, [1], [kv_len], 16)
+    plan = tiny(where, Phase.DECODE, 16, 99, item_pages=1, max_q_len=1)
     got = BACKEND.paged(plan, q, pages.k, pages.v, pages.meta)
     close(got, dense_packed(q, k, v, where, [1], [kv_len]), 2e-5)
 
