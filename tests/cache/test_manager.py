@@ -312,11 +312,6 @@ def test_c16_a_preempted_image_request_resumes() -> None:
     manager.check()
 
 
-def test_c17_the_longest_request_that_can_ever_run() -> None:
-    manager = Manager(6, 16)
-    assert [manager.can_ever_hold(n) for n in (1, 95, 96, 97)] == [True, True, True, False]
-
-
 def test_c20_500_requests_of_which_a_third_abort_leave_nothing() -> None:
     """Page 16, chunks mixed with decodes, up to 12 at once, random lengths, aborts at any point."""
     rng = random.Random(20)

@@ -60,10 +60,6 @@ class Manager:
         """Pages that `reserve` could hand out now: free or evictable."""
         return self._allocator.num_free + self._tree.evictable
 
-    def can_ever_hold(self, num_tokens: int) -> bool:
-        """Whether one sequence of `num_tokens` fits when nothing else runs."""
-        return -(-num_tokens // self.page_size) <= self.num_pages
-
     def open(self, seq: int, keys: PageKeys, prompt_len: int) -> int:
         """Begin `seq` with the longest cached prefix of its first `prompt_len` tokens (after a
         preemption: of all its tokens). Returns how many tokens it covers: whole pages, at least one

@@ -1,6 +1,6 @@
 """From a StepPlan's ints to the tensors of one forward pass. Owns the runner's block tables (the
-projection of the cache's page lists) and each row's last sampled token; all of a step's ints travel
-in one host-to-device copy.
+projection of the cache's page lists) and each row's last sampled token; all of a layout's ints
+travel in one host-to-device copy.
 
 Legend: T packed tokens, S sampled rows, B sequences, P pages of the longest sequence."""
 

@@ -8,7 +8,7 @@ after it."""
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple, cast
 
 import numpy as np
@@ -46,7 +46,6 @@ log = logging.getLogger("vitrail.engine")
 DEFAULT_ENCODER_PATCHES = 16_384
 # GPU memory left to the forward pass beside weights, encoder and pages.
 WORKSPACE_BYTES = 2 * GIB
-Progress = Callable[[int, int, str], None]
 
 
 class Built(NamedTuple):
@@ -68,7 +67,7 @@ def build_engine(
     config: EngineConfig,
     checkpoint: Checkpoint,
     processor: ImageProcessor | None,
-    progress: Progress | None = None,
+    progress: load.Progress | None = None,
 ) -> Built:
     """Raises `Refused` with every finding of the first stage that has any: choices, config.json,
     weights (headers), attention plans, cache size. Weights are read after all but the last."""
@@ -176,7 +175,7 @@ def _load(
     model: Model,
     checkpoint: Checkpoint,
     device: torch.device,
-    progress: Progress | None,
+    progress: load.Progress | None,
 ) -> None:
     weight_map, module = entry.weight_map(model_config), cast(nn.Module, model)
     if config.weights == "random":

@@ -166,8 +166,10 @@ class EngineChannel:
                 return got
 
     def _decode(self, body: bytes) -> FromFrontend:
-        self._mapped.clear()
-        return self._decoder.decode(body)
+        try:
+            return self._decoder.decode(body)
+        finally:
+            self._mapped.clear()  # from here on the requests alone keep their arrays
 
     def _map(self, kind: type, value: Any) -> Any:
         """An array's file, mapped and unlinked: its memory goes with the array. Choices of one

@@ -30,7 +30,6 @@ from vitrail.engine.request import (
     TokenLogprob,
 )
 from vitrail.tokenizer.chat import ChatOptions
-from vitrail.vision.image import ImageLimits
 from vitrail.vision.preprocess import PatchedImage, from_patches
 
 AnyPrompt = str | Sequence[Mapping[str, Any]] | Mapping[str, Any]
@@ -80,9 +79,6 @@ class LLM:
         assets = load_assets(checkpoint)
         self.engine, facts = build_engine(self.config, checkpoint, assets.processor)
         self.preparer = Preparer(self.config, checkpoint, assets, facts)
-        self._limits = ImageLimits(
-            max_bytes=self.config.max_image_bytes, max_pixels=self.config.max_image_pixels
-        )
         self._names = itertools.count()
         self._busy = False
 
@@ -183,7 +179,7 @@ class LLM:
             return self.preparer.text(prompt)
         if isinstance(prompt, Mapping):
             return self._prepare_ids(prompt)
-        messages, pictures = parse_conversation(prompt, self._limits, local=True)
+        messages, pictures = parse_conversation(prompt, self.preparer.limits, local=True)
         return self.preparer.chat(messages, pictures, ChatOptions())
 
     def _prepare_ids(self, prompt: Mapping[str, Any]) -> Prompt:

@@ -79,7 +79,8 @@ def load_assets(checkpoint: Checkpoint) -> Assets:
 
 
 class Preparer:
-    """Turns prompts into requests for one engine."""
+    """Turns prompts into requests for one engine. `limits`: of a picture, as the engine's choices
+    set them."""
 
     def __init__(
         self, config: EngineConfig, checkpoint: Checkpoint, assets: Assets, facts: ServingFacts
@@ -88,7 +89,7 @@ class Preparer:
         self.assets = assets
         self._config = config
         self._revision = checkpoint.revision.hex()
-        self._limits = ImageLimits(
+        self.limits = ImageLimits(
             max_bytes=config.max_image_bytes, max_pixels=config.max_image_pixels
         )
         stops = set(facts.eos_token_ids)
@@ -243,13 +244,13 @@ class Preparer:
                 "pass preprocessed patches with their grid, or complete the checkpoint",
             )
         if isinstance(source, bytes):
-            image = decode(source, self._limits, where)
+            image = decode(source, self.limits, where)
         elif isinstance(source, Path):
-            image = from_path(source, self._limits, where)
+            image = from_path(source, self.limits, where)
         elif isinstance(source, Image.Image):
-            image = from_pil(source, self._limits, where)
+            image = from_pil(source, self.limits, where)
         else:
-            image = from_array(source, self._limits, where)
+            image = from_array(source, self.limits, where)
         self._check_grid(self.assets.processor.grid(image.height, image.width), where)
         return self.assets.processor.process(image)
 

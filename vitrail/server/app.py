@@ -20,27 +20,20 @@ from vitrail.engine.client import EngineClient
 from vitrail.engine.prepare import Preparer
 from vitrail.engine.request import overloaded
 from vitrail.server import errors
+from vitrail.server.bodies import Bodies, Disconnected, Event, Receive
 from vitrail.server.errors import HttpError, refused
 from vitrail.server.jobs import Job, JobMaker
 from vitrail.server.metrics import Metrics, Timer
 from vitrail.server.stream import DONE, ChoiceFailed, Exchange, usage_of
 
-Event = MutableMapping[str, Any]
 Scope = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Event]]
 Send = Callable[[Event], Awaitable[None]]
 JSON = b"application/json"
 TEXT = b"text/plain; version=0.0.4; charset=utf-8"
 EVENTS = b"text/event-stream; charset=utf-8"
-BODY_SECONDS = 60
-MAX_BODY_BYTES = 512 << 20
 OPEN_ROUTES = ("/health", "/metrics")  # without a key; they say nothing of any request
 
 log = logging.getLogger("vitrail.server")
-
-
-class Disconnected(Exception):
-    """The client left."""
 
 
 class Reply:
@@ -88,6 +81,7 @@ class Reply:
 
 
 Handler = Callable[[Receive, Reply], Awaitable[None]]
+Make = Callable[[bytearray], Job]
 
 
 class App:
@@ -109,6 +103,7 @@ class App:
         self._key = None if api_key is None else api_key.encode()
         self._threads = ThreadPoolExecutor(config.image_workers, thread_name_prefix="prepare")
         self._max_active = config.max_running + config.max_waiting
+        self._bodies = Bodies()
         self.num_active = 0
         self._is_closing = False
         self.metrics = Metrics(lambda: client.stats)
@@ -208,25 +203,26 @@ class App:
     async def _show_metrics(self, _: Receive, reply: Reply) -> None:
         await reply.whole(200, self.metrics.render(), TEXT)
 
-    async def _generate(self, make: Callable[[bytes], Job], receive: Receive, reply: Reply) -> None:
+    async def _generate(self, make: Make, receive: Receive, reply: Reply) -> None:
         """Read, prepare in a thread, run, answer; a client that leaves at any moment ends it."""
+        self._check_room()
+        async with self._bodies.read(receive) as body:
+            self._check_room()  # others may have taken it meanwhile; a body alone takes none
+            self.num_active += 1
+            try:
+                await self._run(make, body, receive, reply)
+            finally:
+                self.num_active -= 1
+
+    def _check_room(self) -> None:
         if self._is_closing:
             raise refused(
                 "server", "it is closing", "a running server", "ask another", "engine_dead"
             )
         if self.num_active >= self._max_active:
             raise Refused(overloaded(self.num_active, self._max_active))
-        try:
-            body = await asyncio.wait_for(_read_body(receive), BODY_SECONDS)
-        except TimeoutError as error:
-            raise refused(
-                "body",
-                f"not complete after {BODY_SECONDS} s",
-                f"a body arrives within {BODY_SECONDS} s",
-                "send it faster, or send smaller pictures",
-                "body_too_slow",
-            ) from error
-        self.num_active += 1
+
+    async def _run(self, make: Make, body: bytearray, receive: Receive, reply: Reply) -> None:
         exchange = Exchange(self._client, self._tokenizer)
         try:
             gone = asyncio.create_task(_disconnect(receive))
@@ -240,15 +236,12 @@ class App:
                 work.cancel()
                 gone.cancel()
         finally:
-            self.num_active -= 1
             exchange.close()
             for answer in exchange.answers:
                 reason = "abort" if answer.finish_reason is None else answer.finish_reason.value
                 self.metrics.finished.labels(reason).inc()
 
-    async def _answer(
-        self, make: Callable[[bytes], Job], body: bytes, exchange: Exchange, reply: Reply
-    ) -> None:
+    async def _answer(self, make: Make, body: bytearray, exchange: Exchange, reply: Reply) -> None:
         timer = Timer(self.metrics)
         making = self._threads.submit(make, body)
         try:
@@ -285,29 +278,6 @@ class App:
             pieces = await exchange.read()
         usage = usage_of(exchange.answers, job.prompt_lens)
         await reply.part((job.writer.usage(usage) if job.with_usage else b"") + DONE, last=True)
-
-
-async def _read_body(receive: Receive) -> bytes:
-    """The whole body. Raises `Disconnected`, or `Refused` for one that is too large."""
-    parts: list[bytes] = []
-    size = 0
-    while True:
-        event = await receive()
-        if event["type"] == "http.disconnect":
-            raise Disconnected
-        part = event.get("body", b"")
-        size += len(part)
-        if size > MAX_BODY_BYTES:
-            raise refused(
-                "body",
-                f"more than {MAX_BODY_BYTES} bytes",
-                f"at most {MAX_BODY_BYTES} bytes",
-                "send fewer or smaller pictures",
-                "body_too_large",
-            )
-        parts.append(part)
-        if not event.get("more_body", False):
-            return b"".join(parts)
 
 
 async def _disconnect(receive: Receive) -> None:

@@ -14,7 +14,6 @@ from vitrail.engine.request import EngineRequest, SamplingParams
 from vitrail.server import openai
 from vitrail.server.errors import refused
 from vitrail.server.stream import Writer
-from vitrail.vision.image import ImageLimits
 
 Stage = Callable[[list[EngineRequest]], Staged]
 
@@ -43,20 +42,17 @@ class JobMaker:
         self._preparer = preparer
         self._stage = stage
         self._name = name
-        self._limits = ImageLimits(
-            max_bytes=config.max_image_bytes, max_pixels=config.max_image_pixels
-        )
 
-    def chat(self, body: bytes) -> Job:
+    def chat(self, body: bytes | bytearray) -> Job:
         """A body of /v1/chat/completions."""
         request = openai.parse(body, openai.ChatRequest)
         self._check(request)
         params = openai.chat_params(request)
-        messages, pictures = parse_conversation(request.messages, self._limits)
+        messages, pictures = parse_conversation(request.messages, self._preparer.limits)
         prompt = self._preparer.chat(messages, pictures, openai.chat_options(request))
         return self._job(request, [prompt], params, [])
 
-    def completion(self, body: bytes) -> Job:
+    def completion(self, body: bytes | bytearray) -> Job:
         """A body of /v1/completions."""
         request = openai.parse(body, openai.CompletionRequest)
         self._check(request)

@@ -106,7 +106,7 @@ _PATH = re.compile(r" - at `(?:key in )?\$\.?(.*?)`$")
 Body = TypeVar("Body", ChatRequest, CompletionRequest)
 
 
-def parse(body: bytes, kind: type[Body]) -> Body:
+def parse(body: bytes | bytearray, kind: type[Body]) -> Body:
     """The typed body. Raises `Refused` naming the field, what was seen and the rule."""
     try:
         request = msgspec.json.decode(body, type=kind)

@@ -92,6 +92,13 @@ def draw(tensor: Shaped[Tensor, "..."], name: str, init: Init, seed: int, std: f
         tensor.fill_(1.0 if init == "ones" else 0.0)
 
 
+def torch_dtype(name: str) -> torch.dtype:
+    """ "bfloat16" -> `torch.bfloat16`."""
+    made = vars(torch)[name]
+    assert isinstance(made, torch.dtype), name
+    return made
+
+
 def dtype_name(dtype: torch.dtype) -> str:
     """`torch.bfloat16` -> "bfloat16"."""
     return str(dtype).removeprefix("torch.")

@@ -12,16 +12,9 @@ from torch import Tensor
 
 from vitrail.config.finding import Finding, Refused
 from vitrail.weights.headers import INDEX_FILE, SINGLE_FILE
-from vitrail.weights.load import draw, initial
+from vitrail.weights.load import draw, initial, torch_dtype
 from vitrail.weights.mapping import Match, Names, Piece, WeightMap, filled
 from vitrail.weights.plan import ParameterSpec
-
-_TORCH = {
-    "float64": torch.float64,
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-}
 
 
 def write_checkpoint(
@@ -38,7 +31,7 @@ def write_checkpoint(
     made: dict[str, Tensor] = {}
     for name, init in initial(weight_map, parameters).items():
         shape, own = parameters[name]
-        made[name] = torch.empty(shape, dtype=_TORCH[dtype or own])
+        made[name] = torch.empty(shape, dtype=torch_dtype(dtype or own))
         draw(made[name], name, init, seed, std)
     write_parameters(weight_map, made, folder, num_shards)
 
