@@ -1,6 +1,6 @@
 """Attention on one GPU: ours against the floor and torch's own, cold L2, correct before timed.
 
-    python bench/attention.py [--seconds 95] [--only decode] [--sweep]
+    python bench/attention.py [--seconds 95] [--only MLA,8/1] [--backends triton,cute] [--sweep]
 
 Each case runs its plan on random keys. A few of its sequences are first computed in float32; where
 ours is further off than twice plain torch in the same dtype, the case is reported and not timed.
@@ -315,12 +315,15 @@ SWEPT = (
 )
 
 
-def run_case(case: Case, gpu: Hardware, sweep: bool) -> None:
-    made = accept(plan(shape_of(case), gpu, "triton"))
+def run_case(case: Case, gpu: Hardware, sweep: bool, backends: list[str]) -> None:
+    options: list[tuple[str, AttentionPlan]] = []
+    for backend in backends:
+        made = plan(shape_of(case), gpu, backend)
+        if isinstance(made, AttentionPlan):
+            options.append((f"{case.name}, {backend}", made))
+            if sweep and backend == "triton" and case.name in SWEPT:
+                options += variants(made)
     inputs = tensors(case)
-    options = [(case.name, made)]
-    if sweep and case.name in SWEPT:
-        options += variants(made)
     for name, option in options:
         try:
             run = calls(case, option, inputs)
@@ -329,7 +332,7 @@ def run_case(case: Case, gpu: Hardware, sweep: bool) -> None:
                 print(f"{name:44s} WRONG: error {ratio:.2f} x torch's; not timed", flush=True)
                 continue
             line = show(case, name, time_us(run))
-            other = torch_us(case, inputs) if option is made else None
+            other = torch_us(case, inputs) if option is options[0][1] else None
             tail = f"  error {ratio:.2f}" + (f"  torch SDPA {other:.1f} us" if other else "")
             print(line + tail, flush=True)
         except Exception as error:  # noqa: BLE001  a case that fails must not hide the others
@@ -365,15 +368,16 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=95)
     parser.add_argument("--only", default="")
     parser.add_argument("--sweep", action="store_true")
+    parser.add_argument("--backends", default="triton,cute")
     parser.add_argument("--compile", type=int, nargs=2, metavar=("SHARE", "OF"))
     args = parser.parse_args()
     if args.compile:
         compile_all(find("H200"), args.sweep, *args.compile)
     else:
-        measure(args.seconds, args.only, args.sweep)
+        measure(args)
 
 
-def measure(seconds: float, only: str, sweep: bool) -> None:
+def measure(args: argparse.Namespace) -> None:
     begin = time.perf_counter()
     facts = torch.cuda.get_device_properties(0)
     gpu = from_device(
@@ -384,11 +388,11 @@ def measure(seconds: float, only: str, sweep: bool) -> None:
     )
     ceilings()
     for case in cases():
-        if time.perf_counter() - begin > seconds:
+        if time.perf_counter() - begin > args.seconds:
             print(f"out of time before {case.name}", flush=True)
             break
-        if only in case.name:
-            run_case(case, gpu, sweep)
+        if any(only in case.name for only in args.only.split(",")):
+            run_case(case, gpu, args.sweep, args.backends.split(","))
     print(f"{time.perf_counter() - begin:.0f} s", flush=True)
 
 

@@ -88,6 +88,7 @@ MUTATIONS: dict[str, tuple[str, Choose]] = {
     "cute_phase": ("cute", choose_cute),
     "cute_dtype": ("cute", choose_cute),
     "cute_dims": ("cute", choose_cute),
+    "cute_box": ("cute", altered(choose_cute, loader=lambda f, c: BY_BULK)),
     "fa4_arch": ("fa4", choose_fa4),
     "fa4_dtype": ("fa4", choose_fa4),
     "fa4_alignment": ("fa4", choose_fa4),

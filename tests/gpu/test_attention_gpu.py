@@ -1,10 +1,11 @@
-"""Our Triton kernels on a CUDA device: half precision against float64, page pools past 2^31
+"""Our kernels on a CUDA device: half precision against float64, page pools past 2^31
 elements, graphs whose records are replaced, memory that held NaN."""
 
 import pytest
 import torch
 
 from tests.attention.dense_attention import dense_packed, paged
+from vitrail.attention.backend import load_backend
 from vitrail.attention.metadata import PagedMetadata, paged_metadata, varlen_metadata
 from vitrail.attention.plan import AttentionPlan, plan
 from vitrail.attention.shape import PAGED, AttentionShape, AttentionSite, Phase
@@ -26,15 +27,28 @@ def latent(heads: int) -> AttentionSite:
     return site(heads, 1, 576, 512, latent_rank=512, scale=192**-0.5)
 
 
-def backend():
-    from vitrail.attention.backends.triton import BACKEND
+def backend(made: AttentionPlan):
+    """The module of a plan; skips where its package is not installed."""
+    if made.backend == "cute":
+        pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
+    return load_backend(made.backend)
 
-    return BACKEND
+
+def on_hopper() -> bool:
+    return torch.cuda.get_device_capability()[0] == 9
 
 
 def planned(
-    where: AttentionSite, phase: Phase, q_lens, kv_lens, page: int = 16, dtype: str = "bfloat16"
+    where: AttentionSite,
+    phase: Phase,
+    q_lens,
+    kv_lens,
+    page: int = 16,
+    dtype: str = "bfloat16",
+    name: str = "triton",
 ) -> AttentionPlan:
+    if name == "cute" and not on_hopper():
+        pytest.skip("the kernel is made of Hopper's instructions")
     facts = torch.cuda.get_device_properties(0)
     cc = facts.major * 10 + facts.minor
     gpu = from_device(facts.name, cc, facts.multi_processor_count, facts.total_memory)
@@ -47,7 +61,7 @@ def planned(
         max_q_len=max(q_lens),
         max_kv_len=max(kv_lens),
     )
-    return accept(plan(shape, gpu, "triton"))
+    return accept(plan(shape, gpu, name))
 
 
 def inputs(where: AttentionSite, q_lens, kv_lens, dtype: torch.dtype):
@@ -99,8 +113,8 @@ def held(got, q, k, v, where, q_lens, kv_lens, sink=None) -> None:
 
 def run_paged(made: AttentionPlan, q, k, v, meta: PagedMetadata, sink=None):
     if made.shape.site.latent_rank:
-        return backend().latent(made, q, k[:, :, 0], meta)
-    return backend().paged(made, q, k, v, meta, sink)
+        return backend(made).latent(made, q, k[:, :, 0], meta)
+    return backend(made).paged(made, q, k, v, meta, sink)
 
 
 def on_gpu(k, v, q_lens, kv_lens, page: int):
@@ -130,13 +144,14 @@ DECODES = {
 
 @pytest.mark.parametrize("page", [1, 16, 64, 128])
 @pytest.mark.parametrize("name", DECODES)
-def test_decode(name, page):
+@pytest.mark.parametrize("kernels", ["triton", "cute"])
+def test_decode(kernels, name, page):
     where = DECODES[name]
     kv_lens = [2500, 1, 63, 64, 65, 700]
     q_lens = [1] * len(kv_lens)
     q, k, v = inputs(where, q_lens, kv_lens, torch.bfloat16)
     sink = torch.linspace(-1, 1, where.num_q_heads, device=CUDA) if where.sink else None
-    made = planned(where, Phase.DECODE, q_lens, kv_lens, page)
+    made = planned(where, Phase.DECODE, q_lens, kv_lens, page, name=kernels)
     pool_k, pool_v, meta = on_gpu(k, v, q_lens, kv_lens, page)
     held(
         run_paged(made, q.to(CUDA), pool_k, pool_v, meta, sink),
@@ -145,15 +160,18 @@ def test_decode(name, page):
 
 
 @pytest.mark.parametrize("name", ["gqa", "wide", "window_sink", "mla16"])
-@pytest.mark.parametrize("phase", PAGED)
-def test_several_queries(name, phase):
+@pytest.mark.parametrize(
+    ("kernels", "phase"),
+    [("triton", Phase.EXTEND), ("triton", Phase.DECODE), ("cute", Phase.DECODE)],
+)
+def test_several_queries(kernels, phase, name):
     where = DECODES[name]
     q_lens, kv_lens = [3, 17, 32, 1, 2], [3, 900, 300, 5, 700]
     if phase is Phase.EXTEND:
         q_lens, kv_lens = [*q_lens, 200], [*kv_lens, 333]
     q, k, v = inputs(where, q_lens, kv_lens, torch.bfloat16)
     sink = torch.linspace(-1, 1, where.num_q_heads, device=CUDA) if where.sink else None
-    made = planned(where, phase, q_lens, kv_lens, 16)
+    made = planned(where, phase, q_lens, kv_lens, 16, name=kernels)
     pool_k, pool_v, meta = on_gpu(k, v, q_lens, kv_lens, 16)
     held(
         run_paged(made, q.to(CUDA), pool_k, pool_v, meta, sink),
@@ -180,16 +198,18 @@ def test_varlen(where, dtype):
     sink = torch.linspace(-1, 1, where.num_q_heads, device=CUDA) if where.sink else None
     phase = Phase.PREFILL if where.causal else Phase.ENCODE
     made = planned(where, phase, lens, lens, dtype=dtype)
-    got = backend().varlen(
+    got = backend(made).varlen(
         made, q.to(CUDA), k.to(CUDA), v.to(CUDA), varlen_metadata(lens, CUDA), sink
     )
     held(got, q, k, v, where, lens, lens, sink)
 
 
-def test_d10_a_pool_past_2_to_the_31_elements():
+@pytest.mark.parametrize("kernels", ["triton", "cute"])
+@pytest.mark.parametrize("page", [16, 4])
+def test_d10_a_pool_past_2_to_the_31_elements(page, kernels):
     """Pages on both sides of 2^31 elements hold the same keys."""
     where = site(32, 8, 128, 128)
-    page, elements = 16, 16 * 8 * 128
+    elements = page * 8 * 128
     far = 2**31 // elements
     pools = [torch.empty(far + 2, page, 8, 128, dtype=torch.bfloat16, device=CUDA) for _ in "kv"]
     for pool in pools:
@@ -198,30 +218,33 @@ def test_d10_a_pool_past_2_to_the_31_elements():
         pool[far + 1] = pool[far - 1] = pool[1]
     q = torch.randn(1, 32, 128, device=CUDA, dtype=torch.bfloat16).repeat(3, 1, 1)
     table = torch.tensor([[1], [far - 1], [far + 1]], dtype=torch.int32, device=CUDA)
-    made = planned(where, Phase.DECODE, [1] * 3, [16] * 3, page)
-    out, _ = backend().paged(made, q, *pools, paged_metadata(page, [1] * 3, [16] * 3, table))
+    lens = [page] * 3
+    made = planned(where, Phase.DECODE, [1] * 3, lens, page, name=kernels)
+    out, _ = backend(made).paged(made, q, *pools, paged_metadata(page, [1] * 3, lens, table))
     assert out.isfinite().all()
     assert torch.equal(out[0], out[1])
     assert torch.equal(out[0], out[2])
 
 
+@pytest.mark.parametrize("kernels", ["triton", "cute"])
 @pytest.mark.parametrize("batch", [1, 3, 8])
-def test_d14_no_nan_at_any_length(batch):
+def test_d14_no_nan_at_any_length(batch, kernels):
     """Every length from 1 to 600 over memory that held NaN; the same batch twice is bitwise so."""
     where = site(32, 8, 128, 128)
     pool_k, pool_v = (torch.randn(400, 16, 8, 128, device=CUDA).bfloat16() for _ in "kv")
     table = torch.randperm(400, device=CUDA)[: 38 * batch].view(batch, 38).int()
     q = torch.randn(batch, 32, 128, device=CUDA).bfloat16()
-    made = planned(where, Phase.DECODE, [1] * batch, [600] * batch)
+    made = planned(where, Phase.DECODE, [1] * batch, [600] * batch, name=kernels)
     for first in range(1, 601, 7):
         lens = [(first + 83 * i) % 600 + 1 for i in range(batch)]
         metas = [paged_metadata(16, [1] * batch, lens, table) for _ in range(2)]
-        a, b = (backend().paged(made, q, pool_k, pool_v, meta) for meta in metas)
+        a, b = (backend(made).paged(made, q, pool_k, pool_v, meta) for meta in metas)
         assert a.out.isfinite().all()
         assert torch.equal(a.out, b.out)
 
 
-def test_a_graph_serves_other_lengths_by_its_records():
+@pytest.mark.parametrize("kernels", ["triton", "cute"])
+def test_a_graph_serves_other_lengths_by_its_records(kernels):
     """Captured once with room for all, replayed with the records of other batches."""
     from vitrail.attention.backends.triton import prepare
 
@@ -230,7 +253,7 @@ def test_a_graph_serves_other_lengths_by_its_records():
     pool_k, pool_v = (torch.randn(700, 16, 8, 128, device=CUDA).bfloat16() for _ in "kv")
     table = torch.randperm(700, device=CUDA)[: batch * pages].view(batch, pages).int()
     q = torch.randn(batch, 32, 128, device=CUDA).bfloat16()
-    made = planned(where, Phase.DECODE, [1] * batch, [longest] * batch)
+    made = planned(where, Phase.DECODE, [1] * batch, [longest] * batch, name=kernels)
 
     def records(lens):
         meta = paged_metadata(16, [1] * batch, lens, table)
@@ -238,16 +261,18 @@ def test_a_graph_serves_other_lengths_by_its_records():
 
     meta, work = records([longest] * batch)
     meta.work.put(made, work)
-    backend().paged(made, q, pool_k, pool_v, meta)
+    backend(made).paged(made, q, pool_k, pool_v, meta)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        got = backend().paged(made, q, pool_k, pool_v, meta)
+        got = backend(made).paged(made, q, pool_k, pool_v, meta)
     for lens in ([longest] * batch, [1, 2559, 16, 17], [700, 1, 1, 1], [2000, 1000, 500, 250]):
         other, new = records(lens)
         work.items.copy_(new.items)
         work.combines.copy_(new.combines)
         graph.replay()
-        want = backend().paged(made, q, pool_k, pool_v, paged_metadata(16, [1] * 4, lens, table))
+        want = backend(made).paged(
+            made, q, pool_k, pool_v, paged_metadata(16, [1] * 4, lens, table)
+        )
         assert torch.equal(got.out, want.out), lens
         assert torch.equal(got.lse, want.lse)

@@ -232,9 +232,9 @@ CUTE_RULES: tuple[Rule, ...] = (
     Rule(
         "cute_phase",
         "phase",
-        lambda f, c: (c.kernel == DECODE) & (f.latent == 0),
-        "{f.q_len} queries, pages of {f.page}, latent rank {f.latent}",
-        "the kernel decodes keys in pages, at most 32 queries a sequence, no latent rows",
+        lambda f, c: (c.kernel == DECODE) | (c.kernel == LATENT),
+        "{f.q_len} queries, pages of {f.page}",
+        "the kernel decodes keys in pages, at most 32 queries a sequence",
         "use another backend",
     ),
     Rule(
@@ -248,10 +248,18 @@ CUTE_RULES: tuple[Rule, ...] = (
     Rule(
         "cute_dims",
         "head_dim",
-        lambda f, c: (f.dim % 16 == 0) & (f.dim_v % 16 == 0) & (f.dim <= 256) & (f.dim_v <= 256),
+        lambda f, c: (f.dim % 64 == 0) & (f.dim_v % 64 == 0) & (f.dim <= 576) & (f.dim_v <= 512),
         "head_dim {f.dim} and {f.dim_v}",
-        "multiples of 16 up to 256",
+        "multiples of 64 up to 576 and 512",
         "use another backend",
+    ),
+    Rule(
+        "cute_box",
+        "page_size",
+        lambda f, c: (c.loader != BY_BULK) | (_box_rows(f, c) % 8 == 0),
+        "boxes of {c.tile_n} keys from pages of {f.page}",
+        "a bulk box is whole swizzled blocks of 8 rows",
+        "report this plan",
     ),
 )
 

@@ -51,7 +51,7 @@ KERNEL_BACKENDS: Mapping[str, Backend] = MappingProxyType(
 )
 # Backends that have a module, and so can be planned.
 BACKENDS: Mapping[str, str] = MappingProxyType(
-    {name: f"vitrail.attention.backends.{name}" for name in ("reference", "triton")}
+    {name: f"vitrail.attention.backends.{name}" for name in ("reference", "triton", "cute")}
 )
 # What a GPU is planned for, best first, where nobody prefers one.
 CUDA_ORDER = ("reference",)

@@ -304,22 +304,31 @@ def _triton_keys(room: Num, row_bytes: Num, convert: Num, wide: Num, few: Num) -
 
 
 def choose_cute(f: Facts) -> Choice:
-    """Our CuTe DSL paged decode for Hopper: one consumer warpgroup with 64 packed rows, one loader
-    warpgroup. Pages that the tile divides come by bulk copy, others row by row."""
-    group = f.q_heads // f.kv_heads
-    dim, dim_v = round_up(f.dim, 16), round_up(f.dim_v, 16)
-    tile_m, tile_n, warps = 64, 64, 8
-    bulk = f.paged & (f.page % tile_n == 0)
-    threads = where(bulk, 32, 64)
-    stage_bytes = tile_n * (dim + dim_v) * f.kv_bytes
-    fixed = tile_m * dim * f.q_bytes + 1024  # the queries, barriers
-    stages = most(least((f.smem_block - fixed) // stage_bytes, 4), 2)
+    """Our CuTe DSL decode for Hopper: a warpgroup computes with the keys as rows of its matrix
+    instruction and the query rows as columns, one warp (bulk) or one warpgroup (rows) loads. A
+    latent row is loaded once and is key and value."""
+    latent, group = f.latent > 0, f.q_heads // f.kv_heads
+    dim, dim_v = round_up(f.dim, 64), round_up(f.dim_v, 64)
+    # Rows: 8 to 64, of an accumulator of at most 128 registers a thread.
+    cap = least(16384 // most(dim_v, 1), 64)
+    rows = least(f.q_len * group, cap)
+    tile_m, tile_n = 8 + 8 * (rows > 8) + 16 * (rows > 16) + 32 * (rows > 32), 64
+    bulk = f.paged & (f.page >= 8) & ((f.page % tile_n == 0) | (tile_n % most(f.page, 1) == 0))
+    loaders = where(bulk, 32, 128)
+    stage_bytes = tile_n * where(latent, dim, dim + dim_v) * f.kv_bytes
+    fixed = tile_m * (dim + tile_n) * f.q_bytes + 16 * tile_m + 4096  # queries, weights, borders
+    # Two programs an SM where two stages each leave room for them.
+    half = least(f.smem_sm // 2 - SMEM_RESERVED_BYTES, f.smem_block)
+    room = where(fixed + 2 * stage_bytes <= half, half, f.smem_block)
+    stages = most(least((room - fixed) // stage_bytes, 8), 2)
     smem = fixed + stages * stage_bytes
-    decode = f.paged & (f.q_len <= DECODE_QUERIES) & (f.latent == 0)
-    slots = f.num_sms * most(resident(f, smem, 32 * warps, 128), 1) * decode
+    decode = f.paged & (f.q_len <= DECODE_QUERIES)
+    threads = 128 + loaders
+    live = (tile_m * (dim_v + 2 * tile_n)) // 128 + SPARE_REGISTERS
+    slots = f.num_sms * most(resident(f, smem, threads, least(live, MAX_REGISTERS)), 1) * decode
     part = splits(f, tile_m, tile_n, slots)
     return Choice(
-        where(decode, DECODE, TORCH),
+        where(decode, where(latent, LATENT, DECODE), TORCH),
         tile_m,
         tile_n,
         dim,
@@ -327,17 +336,17 @@ def choose_cute(f: Facts) -> Choice:
         dim_v,
         0,
         group > 1,
-        warps,
+        threads // 32,
         stages,
         where(bulk, BY_BULK, BY_ROWS),
-        threads,
-        ceil_div(tile_n, threads),
-        tile_n % threads != 0,
+        loaders,
+        8 * tile_n // 128,  # eight threads share a row
+        1,
         *part,
         smem,
         MAX_REGISTERS,
-        128 * (40 + MAX_REGISTERS),
-        (tile_m * (dim_v + tile_n + tile_n // 2)) // 128 + SPARE_REGISTERS,
+        threads * MAX_REGISTERS,
+        live,
         0,
         workspace_bytes(f, part.max_splits, part.max_items, tile_m),
     )

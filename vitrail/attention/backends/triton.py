@@ -110,14 +110,23 @@ def launches(plan: AttentionPlan, wide: bool = True) -> tuple[Launch, ...]:
         # The compiler counts the tile in use, and under pages pipelines the lookups as well.
         num_stages=(2 if paged else 1) * plan.num_stages + 1,
     )
-    if plan.max_splits == 1:
-        return (body,)
-    join = Launch(
+    return (body,) if plan.max_splits == 1 else (body, join_launch(plan))
+
+
+@cache
+def join_launch(plan: AttentionPlan) -> Launch:
+    """`combine` for the partial results of a plan, whichever backend makes them."""
+    site = plan.shape.site
+    types = {"out": f"*{_TYPES[plan.shape.dtype]}", "records": "*i32", "live_rows": "i32"}
+    types |= dict.fromkeys(("lse", "part", "part_lse"), "*fp32")
+    return Launch(
         kernel=combine,
-        types={**results, "records": "*i32", "live_rows": "i32"},
+        types=types,
         aligned=("out", "part"),
         constants={
-            **heads,
+            "HEADS": site.num_q_heads,
+            "KV_HEADS": site.num_kv_heads,
+            "TILE_M": plan.tile_m,
             "E": site.head_dim_v,
             "E_BLOCK": min(1 << (site.head_dim_v - 1).bit_length(), COMBINE_CHANNELS),
             "SPLITS": COMBINE_SPLITS,
@@ -125,7 +134,6 @@ def launches(plan: AttentionPlan, wide: bool = True) -> tuple[Launch, ...]:
         num_warps=COMBINE_WARPS,
         num_stages=2,
     )
-    return body, join
 
 
 class Triton:
@@ -210,7 +218,7 @@ def _attend(
     sink_H: Tensor | None,
 ) -> Attended:
     """`k`, `v`: [N, P, K, D] where paged, else [S, K, D]."""
-    _check(plan, q_THD, k, v, meta, sink_H)
+    check(plan, q_THD, k, v, meta, sink_H)
     site, device = plan.shape.site, q_THD.device
     num_tokens, kv_heads = q_THD.shape[0], site.num_kv_heads
     out_THE = q_THD.new_empty((num_tokens, site.num_q_heads, site.head_dim_v))
@@ -218,7 +226,7 @@ def _attend(
     work = meta.work.get(plan, lambda: prepare(plan, meta, device))
     if not len(work.items):
         return Attended(out_THE, lse_TH)
-    body, *join = launches(plan, all(_is_wide(t) for t in (q_THD, k, v)))
+    body = launches(plan, all(is_wide(t) for t in (q_THD, k, v)))[0]
     q_unit, kv_unit = body.constants["UNIT"], body.constants["KV_UNIT"]
     cells = work.slots * kv_heads * plan.tile_m
     part = torch.empty((cells, site.head_dim_v), dtype=torch.float32, device=device)
@@ -239,27 +247,43 @@ def _attend(
         *(stride // kv_unit for t in (k, v) for stride in (t.stride(0), *t.stride()[-3:-1])),
         table.stride(0),
         0 if site.window is None else site.window,
-        *_scales(plan),
+        *scales(plan),
         **body.constants,
         **body.options,
     )
-    if join and len(work.combines):
-        live_rows = min(plan.tile_m, meta.max_q_len * (site.num_q_heads // kv_heads))
-        blocks = -(-site.head_dim_v // join[0].constants["E_BLOCK"])
-        join[0].kernel[(len(work.combines) * kv_heads * live_rows, blocks)](
-            out_THE,
-            lse_TH,
-            part,
-            part_lse,
-            work.combines,
-            live_rows,
-            **join[0].constants,
-            **join[0].options,
-        )
+    join(plan, meta, work, out_THE, lse_TH, part, part_lse)
     return Attended(out_THE, lse_TH)
 
 
-def _scales(plan: AttentionPlan) -> tuple[float, float]:
+def join(
+    plan: AttentionPlan,
+    meta: VarlenMetadata | PagedMetadata,
+    work: Work,
+    out_THE: Tensor,
+    lse_TH: Tensor,
+    part: Tensor,
+    part_lse: Tensor,
+) -> None:
+    """Write the rows of split sequences from their partial results, where there are any."""
+    if plan.max_splits == 1 or not len(work.combines):
+        return
+    launch, site = join_launch(plan), plan.shape.site
+    group = site.num_q_heads // site.num_kv_heads
+    live_rows = min(plan.tile_m, meta.max_q_len * group)
+    blocks = -(-site.head_dim_v // launch.constants["E_BLOCK"])
+    launch.kernel[(len(work.combines) * site.num_kv_heads * live_rows, blocks)](
+        out_THE,
+        lse_TH,
+        part,
+        part_lse,
+        work.combines,
+        live_rows,
+        **launch.constants,
+        **launch.options,
+    )
+
+
+def scales(plan: AttentionPlan) -> tuple[float, float]:
     """Factors before and after the soft cap; the second one leads to exponents of two."""
     site = plan.shape.site
     if site.softcap is None:
@@ -267,7 +291,7 @@ def _scales(plan: AttentionPlan) -> tuple[float, float]:
     return site.scale / site.softcap, site.softcap * LOG2_E
 
 
-def _is_wide(t: Tensor) -> bool:
+def is_wide(t: Tensor) -> bool:
     """Whether every row starts at a border of `WIDE_BYTES`."""
     sizes = t.element_size()
     return t.data_ptr() % WIDE_BYTES == 0 and all(
@@ -275,7 +299,7 @@ def _is_wide(t: Tensor) -> bool:
     )
 
 
-def _check(
+def check(
     plan: AttentionPlan,
     q_THD: Tensor,
     k: Tensor,

@@ -1,0 +1,161 @@
+"""Attention by our CuTe DSL kernel for Hopper (`kernels/decode_sm90.py`): decode over pages and
+over latent pages. The host checks the call and launches; records of work and the kernel that joins
+split sequences are those of the Triton backend. `spec` is the one statement of how a plan's kernel
+is specialised: what runs is what `attention/compile.py` proves.
+
+Legend: T packed queries, H query heads, K key heads, D head_dim, E head_dim_v, N pages, P page
+size, C latent rank + rotary channels."""
+
+from collections.abc import Callable
+from functools import cache
+
+import cutlass
+import torch
+from cutlass import Float32, Int32, cute
+from jaxtyping import Float
+from torch import Tensor
+
+from vitrail.attention.backend import Attended, AttentionBackend
+from vitrail.attention.backends.triton import check, is_wide, join, prepare, scales
+from vitrail.attention.kernels.decode_sm90 import DecodeSm90, Spec
+from vitrail.attention.metadata import PagedMetadata, VarlenMetadata
+from vitrail.attention.plan import AttentionPlan, Loader
+
+
+def spec(plan: AttentionPlan) -> Spec:
+    """What the kernel of a plan is specialised for."""
+    shape, site = plan.shape, plan.shape.site
+    assert shape.page_size is not None, shape
+    single = site.causal and shape.max_q_len == 1
+    return Spec(
+        half=shape.dtype,
+        tile_m=plan.tile_m,
+        stages=plan.num_stages,
+        heads=site.num_q_heads,
+        kv_heads=site.num_kv_heads,
+        dim=site.head_dim,
+        dim_v=site.head_dim_v,
+        page=shape.page_size,
+        latent=site.latent_rank > 0,
+        single=single,
+        window=site.window is not None,
+        softcap=site.softcap is not None,
+        sink=site.sink,
+        bulk=plan.loader is Loader.BULK,
+    )
+
+
+@cache
+def compiled(made: Spec) -> Callable[..., None]:
+    """The kernel, compiled for the GPU at hand or the one that the compiler is told of. Sizes and
+    strides that differ between calls are symbols; strides and addresses are multiples of 16
+    bytes."""
+    half = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16}[made.half]
+    fake, symbol = cute.runtime.make_fake_tensor, cute.sym_int
+    tokens, pages, cells = symbol(), symbol(), symbol()
+    heads, kv_heads, dim, dim_v = made.heads, made.kv_heads, made.dim, made.dim_v
+
+    def wide(*shape):
+        strides = (cute.sym_int64(divisibility=8) for _ in shape[1:])
+        return fake(half, shape, (*strides, 1), assumed_align=16)
+
+    return cute.compile(
+        DecodeSm90(made),
+        wide(tokens, heads, dim),
+        wide(pages, made.page, kv_heads, dim),
+        wide(pages, made.page, kv_heads, dim_v),
+        fake(Float32, (heads,), (1,), assumed_align=4) if made.sink else None,
+        fake(half, (tokens, heads, dim_v), (heads * dim_v, dim_v, 1), assumed_align=16),
+        fake(Float32, (tokens, heads), (heads, 1), assumed_align=4),
+        fake(Float32, (cells, dim_v), (dim_v, 1), assumed_align=16),
+        fake(Float32, (cells,), (1,), assumed_align=4),
+        fake(Int32, (symbol(), symbol()), (cute.sym_int64(), 1), assumed_align=4),
+        fake(Int32, (symbol(), 9), (9, 1), assumed_align=4),
+        Int32(0),
+        Float32(1.0),
+        Float32(1.0),
+        cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True),
+        options="--enable-tvm-ffi",
+    )
+
+
+class Cute:
+    """Stateless."""
+
+    def varlen(
+        self,
+        plan: AttentionPlan,
+        q_THD: Float[Tensor, "T H D"],
+        k_SKD: Float[Tensor, "S K D"],
+        v_SKE: Float[Tensor, "S K E"],
+        meta: VarlenMetadata,
+        sink_H: Float[Tensor, "H"] | None = None,
+    ) -> Attended:
+        """No plan names this backend for packed keys."""
+        raise AssertionError(f"planned {plan.kernel} on {plan.backend}")
+
+    def paged(
+        self,
+        plan: AttentionPlan,
+        q_THD: Float[Tensor, "T H D"],
+        k_NPKD: Float[Tensor, "N P K D"],
+        v_NPKE: Float[Tensor, "N P K E"],
+        meta: PagedMetadata,
+        sink_H: Float[Tensor, "H"] | None = None,
+    ) -> Attended:
+        """Any page size; rows at borders of 16 bytes."""
+        return _decode(plan, q_THD, k_NPKD, v_NPKE, meta, sink_H)
+
+    def latent(
+        self,
+        plan: AttentionPlan,
+        q_THC: Float[Tensor, "T H C"],
+        cache_NPC: Float[Tensor, "N P C"],
+        meta: PagedMetadata,
+    ) -> Attended:
+        """A row is loaded once and is key and, in its first channels, value."""
+        rows_NP1C = cache_NPC[:, :, None]
+        return _decode(
+            plan, q_THC, rows_NP1C, rows_NP1C[..., : plan.shape.site.latent_rank], meta, None
+        )
+
+
+BACKEND: AttentionBackend = Cute()
+
+
+def _decode(
+    plan: AttentionPlan,
+    q_THD: Tensor,
+    k_NPKD: Tensor,
+    v_NPKE: Tensor,
+    meta: PagedMetadata,
+    sink_H: Tensor | None,
+) -> Attended:
+    check(plan, q_THD, k_NPKD, v_NPKE, meta, sink_H)
+    for t in (q_THD, k_NPKD, v_NPKE):
+        assert is_wide(t), f"strides {t.stride()}, address {t.data_ptr()}: not whole 16 bytes"
+    site, device = plan.shape.site, q_THD.device
+    out_THE = q_THD.new_empty((q_THD.shape[0], site.num_q_heads, site.head_dim_v))
+    lse_TH = torch.empty(out_THE.shape[:2], dtype=torch.float32, device=device)
+    work = meta.work.get(plan, lambda: prepare(plan, meta, device))
+    if not len(work.items):
+        return Attended(out_THE, lse_TH)
+    cells = work.slots * site.num_kv_heads * plan.tile_m
+    part = torch.empty((cells, site.head_dim_v), dtype=torch.float32, device=device)
+    part_lse = torch.empty(cells, dtype=torch.float32, device=device)
+    compiled(spec(plan))(
+        q_THD,
+        k_NPKD,
+        v_NPKE,
+        None if sink_H is None else sink_H.float(),
+        out_THE,
+        lse_TH,
+        part,
+        part_lse,
+        meta.block_table,
+        work.items,
+        0 if site.window is None else site.window,
+        *scales(plan),
+    )
+    join(plan, meta, work, out_THE, lse_TH, part, part_lse)
+    return Attended(out_THE, lse_TH)
