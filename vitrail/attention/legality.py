@@ -248,9 +248,14 @@ CUTE_RULES: tuple[Rule, ...] = (
     Rule(
         "cute_dims",
         "head_dim",
-        lambda f, c: (f.dim % 64 == 0) & (f.dim_v % 64 == 0) & (f.dim <= 576) & (f.dim_v <= 512),
-        "head_dim {f.dim} and {f.dim_v}",
-        "multiples of 64 up to 576 and 512",
+        lambda f, c: (
+            (f.dim % 64 == 0)
+            & (f.dim_v % 64 == 0)
+            & (f.dim <= 576)
+            & ((f.latent == 0) | (f.dim - f.latent >= 64))
+        ),
+        "head_dim {f.dim} and {f.dim_v}, latent rank {f.latent}",
+        "multiples of 64 up to 576, a latent with 64 rotary channels or more",
         "use another backend",
     ),
     Rule(

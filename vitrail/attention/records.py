@@ -17,8 +17,10 @@ ITEM_FIELDS = 9
 COMBINE_FIELDS = 5
 # Lengths that an item may have are tried on a geometric scale of so many steps.
 CANDIDATES = 24
-# What starting a program costs, in tiles; partial results that a combining program reads at once.
+# What starting a program costs, in tiles; partial results that cost a combining program a tile, and
+# those that it reads at once.
 START_TILES = 2
+TILE_SPLITS = 16
 COMBINE_SPLITS = 32
 
 
@@ -109,7 +111,7 @@ def cut(plan: AttentionPlan, pages: Ints) -> tuple[Ints, Ints]:
     # In tiles: a round's longest item and its start; the combine's start and passes.
     tiles = sizes // whole if whole > 1 else sizes * page / plan.tile_n
     most = counts.max(1)
-    cost = rounds * (tiles + START_TILES) + (most > 1) * START_TILES + most / COMBINE_SPLITS
+    cost = rounds * (tiles + START_TILES) + (most > 1) * START_TILES + most / TILE_SPLITS
     best = int(np.argmin(cost))
     size = -(-pages // counts[best])
     size = np.maximum(-(-size // whole) * whole, 1)

@@ -194,14 +194,14 @@ def row_blocks(f: Facts, tile_m: Num) -> Num:
     return ceil_div(f.q_len * (f.q_heads // f.kv_heads), tile_m)
 
 
-def splits(f: Facts, tile_m: Num, tile_n: Num, slots: Num) -> Splits:
-    """How the keys of a row block are cut into items, each a program a key head, where `slots`
-    programs run at once; 0 slots: not at all. From the real lengths: a pool's size is nowhere in
-    `Facts`."""
+def splits(f: Facts, tile_m: Num, tile_n: Num, slots: Num, min_keys: Num = MIN_ITEM_KEYS) -> Splits:
+    """How the keys of a row block are cut into items of at least `min_keys`, each a program a key
+    head, where `slots` programs run at once; 0 slots: not at all. From the real lengths: a pool's
+    size is nowhere in `Facts`."""
     page = most(f.page, 1)
     blocks = f.batch * row_blocks(f, tile_m)
     whole_tiles = most(tile_n // page, 1)
-    smallest = round_up(ceil_div(MIN_ITEM_KEYS, page), whole_tiles)
+    smallest = round_up(ceil_div(min_keys, page), whole_tiles)
     fixed = round_up(ceil_div(INVARIANT_ITEM_KEYS, page), whole_tiles) * f.invariant
     item = most(smallest, fixed)
     longest = ceil_div(live_pages(f), item)
@@ -309,24 +309,31 @@ def choose_cute(f: Facts) -> Choice:
     latent row is loaded once and is key and value."""
     latent, group = f.latent > 0, f.q_heads // f.kv_heads
     dim, dim_v = round_up(f.dim, 64), round_up(f.dim_v, 64)
-    # Rows: 8 to 64, of an accumulator of at most 128 registers a thread.
-    cap = least(16384 // most(dim_v, 1), 64)
-    rows = least(f.q_len * group, cap)
+    rows = f.q_len * group
     tile_m, tile_n = 8 + 8 * (rows > 8) + 16 * (rows > 16) + 32 * (rows > 32), 64
+    # Two warpgroups share a latent tile of 64 rows.
+    computing = where(latent & (tile_m == 64), 256, 128)
     bulk = f.paged & (f.page >= 8) & ((f.page % tile_n == 0) | (tile_n % most(f.page, 1) == 0))
     loaders = where(bulk, 32, 128)
-    stage_bytes = tile_n * where(latent, dim, dim + dim_v) * f.kv_bytes
-    fixed = tile_m * (dim + tile_n) * f.q_bytes + 16 * tile_m + 4096  # queries, weights, borders
+    # A stage holds keys and values, or latents; these have two tiles of rotary channels beside
+    # them, where their weights go as well. Maxima, factors and borders; queries; weights.
+    stage_bytes = tile_n * where(latent, dim_v, dim + dim_v) * f.kv_bytes
+    fixed = round_up(20 * tile_m + 256, 1024) + round_up(tile_m * dim * f.q_bytes, 1024)
+    fixed = fixed + where(latent, 2 * (dim - dim_v), tile_m) * tile_n * f.q_bytes
     # Two programs an SM where two stages each leave room for them.
     half = least(f.smem_sm // 2 - SMEM_RESERVED_BYTES, f.smem_block)
     room = where(fixed + 2 * stage_bytes <= half, half, f.smem_block)
     stages = most(least((room - fixed) // stage_bytes, 8), 2)
     smem = fixed + stages * stage_bytes
     decode = f.paged & (f.q_len <= DECODE_QUERIES)
-    threads = 128 + loaders
-    live = (tile_m * (dim_v + 2 * tile_n)) // 128 + SPARE_REGISTERS
+    # Two hand registers from a whole loading warpgroup to those that compute.
+    threads = where(computing == 256, 384, computing + loaders)
+    registers = where(computing == 256, 168, MAX_REGISTERS)
+    live = (tile_m * (dim_v + 2 * tile_n)) // computing + SPARE_REGISTERS
+    live = where(computing == 256, live - 56, live)
     slots = f.num_sms * most(resident(f, smem, threads, least(live, MAX_REGISTERS)), 1) * decode
-    part = splits(f, tile_m, tile_n, slots)
+    # A tile of a latent takes a program as long as two of any other.
+    part = splits(f, tile_m, tile_n, slots, where(latent, MIN_ITEM_KEYS // 2, MIN_ITEM_KEYS))
     return Choice(
         where(decode, where(latent, LATENT, DECODE), TORCH),
         tile_m,
@@ -344,8 +351,8 @@ def choose_cute(f: Facts) -> Choice:
         1,
         *part,
         smem,
-        MAX_REGISTERS,
-        threads * MAX_REGISTERS,
+        registers,
+        threads * registers,
         live,
         0,
         workspace_bytes(f, part.max_splits, part.max_items, tile_m),

@@ -53,7 +53,7 @@ def compiled(made: Spec) -> Callable[..., None]:
     half = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16}[made.half]
     fake, symbol = cute.runtime.make_fake_tensor, cute.sym_int
     tokens, pages, cells = symbol(), symbol(), symbol()
-    heads, kv_heads, dim, dim_v = made.heads, made.kv_heads, made.dim, made.dim_v
+    heads, kv_heads, dim_v = made.heads, made.kv_heads, made.dim_v
 
     def wide(*shape):
         strides = (cute.sym_int64(divisibility=8) for _ in shape[1:])
@@ -61,8 +61,8 @@ def compiled(made: Spec) -> Callable[..., None]:
 
     return cute.compile(
         DecodeSm90(made),
-        wide(tokens, heads, dim),
-        wide(pages, made.page, kv_heads, dim),
+        wide(tokens, heads, made.dim),
+        wide(pages, made.page, kv_heads, made.key_dim),
         wide(pages, made.page, kv_heads, dim_v),
         fake(Float32, (heads,), (1,), assumed_align=4) if made.sink else None,
         fake(half, (tokens, heads, dim_v), (heads * dim_v, dim_v, 1), assumed_align=16),
@@ -74,6 +74,7 @@ def compiled(made: Spec) -> Callable[..., None]:
         Int32(0),
         Float32(1.0),
         Float32(1.0),
+        Int32(1),
         cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True),
         options="--enable-tvm-ffi",
     )
@@ -104,6 +105,7 @@ class Cute:
         sink_H: Float[Tensor, "H"] | None = None,
     ) -> Attended:
         """Any page size; rows at borders of 16 bytes."""
+        check(plan, q_THD, k_NPKD, v_NPKE, meta, sink_H)
         return _decode(plan, q_THD, k_NPKD, v_NPKE, meta, sink_H)
 
     def latent(
@@ -113,11 +115,10 @@ class Cute:
         cache_NPC: Float[Tensor, "N P C"],
         meta: PagedMetadata,
     ) -> Attended:
-        """A row is loaded once and is key and, in its first channels, value."""
-        rows_NP1C = cache_NPC[:, :, None]
-        return _decode(
-            plan, q_THC, rows_NP1C, rows_NP1C[..., : plan.shape.site.latent_rank], meta, None
-        )
+        """A row is loaded once: its first channels are key and value, the others key."""
+        rows_NP1C, rank = cache_NPC[:, :, None], plan.shape.site.latent_rank
+        check(plan, q_THC, rows_NP1C, rows_NP1C[..., :rank], meta, None)
+        return _decode(plan, q_THC, rows_NP1C[..., rank:], rows_NP1C[..., :rank], meta, None)
 
 
 BACKEND: AttentionBackend = Cute()
@@ -131,7 +132,6 @@ def _decode(
     meta: PagedMetadata,
     sink_H: Tensor | None,
 ) -> Attended:
-    check(plan, q_THD, k_NPKD, v_NPKE, meta, sink_H)
     for t in (q_THD, k_NPKD, v_NPKE):
         assert is_wide(t), f"strides {t.stride()}, address {t.data_ptr()}: not whole 16 bytes"
     site, device = plan.shape.site, q_THD.device
@@ -156,6 +156,14 @@ def _decode(
         work.items,
         0 if site.window is None else site.window,
         *scales(plan),
+        _programs(plan),
     )
     join(plan, meta, work, out_THE, lse_TH, part, part_lse)
     return Attended(out_THE, lse_TH)
+
+
+def _programs(plan: AttentionPlan) -> int:
+    """The most programs of a launch: where an SM holds one, each goes on to further items, its
+    loads ahead of the item at hand; where it holds several, they overlap by themselves."""
+    resident = plan.wave_items * plan.shape.site.num_kv_heads
+    return resident if plan.kernel == "latent" else 1 << 30

@@ -28,7 +28,8 @@ from vitrail.attention.shape import PAGED, Phase
 LOG2_E = math.log2(math.e)
 # Bytes that the compiler may assume every row to be aligned to; what a wide copy moves.
 WIDE_BYTES = 16
-COMBINE_WARPS, COMBINE_CHANNELS = 4, 128
+# What a joining program holds at once, over all splits and channels.
+COMBINE_WARPS, COMBINE_VALUES = 4, 4096
 STRIDES = (
     "q_token",
     "q_head",
@@ -47,7 +48,8 @@ _TYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float8_e4m3
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launch:
     """A kernel and all that the compiler specialises it for. `types`: Triton's names of the
-    arguments that are not constants. `aligned`: those that are known to lie on 16-byte borders."""
+    arguments that are not constants. `aligned`: those that are known to lie on 16-byte borders.
+    `early`: may start while the launch before it runs, for which it waits itself."""
 
     kernel: KernelInterface
     types: dict[str, str]
@@ -55,14 +57,16 @@ class Launch:
     constants: dict[str, int]
     num_warps: int
     num_stages: int
+    early: bool = False
 
     @property
     def options(self) -> dict[str, int]:
-        return {
+        options = {
             "num_warps": self.num_warps,
             "num_stages": self.num_stages,
             "enable_fp_fusion": True,
         }
+        return options | {"launch_pdl": True} if self.early else options
 
 
 @cache
@@ -117,6 +121,8 @@ def launches(plan: AttentionPlan, wide: bool = True) -> tuple[Launch, ...]:
 def join_launch(plan: AttentionPlan) -> Launch:
     """`combine` for the partial results of a plan, whichever backend makes them."""
     site = plan.shape.site
+    splits = min(1 << (plan.max_splits - 1).bit_length(), COMBINE_SPLITS)
+    channels = min(1 << (site.head_dim_v - 1).bit_length(), COMBINE_VALUES // splits)
     types = {"out": f"*{_TYPES[plan.shape.dtype]}", "records": "*i32", "live_rows": "i32"}
     types |= dict.fromkeys(("lse", "part", "part_lse"), "*fp32")
     return Launch(
@@ -128,11 +134,13 @@ def join_launch(plan: AttentionPlan) -> Launch:
             "KV_HEADS": site.num_kv_heads,
             "TILE_M": plan.tile_m,
             "E": site.head_dim_v,
-            "E_BLOCK": min(1 << (site.head_dim_v - 1).bit_length(), COMBINE_CHANNELS),
-            "SPLITS": COMBINE_SPLITS,
+            "E_BLOCK": channels,
+            "SPLITS": splits,
+            "EARLY": plan.backend == "cute",
         },
         num_warps=COMBINE_WARPS,
         num_stages=2,
+        early=plan.backend == "cute",
     )
 
 

@@ -6,6 +6,7 @@ as in `attend`, in partial results slot, slot + 1, ..., slot + splits - 1. rows 
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_wait
 
 
 @triton.jit(
@@ -25,9 +26,11 @@ def combine(
     E: tl.constexpr,
     E_BLOCK: tl.constexpr,
     SPLITS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """Program (i, j): record i // (KV_HEADS * live_rows), then key head, then row of the tile, of
-    which only live_rows are ever used; channels from j * E_BLOCK on. SPLITS: read at once."""
+    which only live_rows are ever used; channels from j * E_BLOCK on. SPLITS: read at once.
+    EARLY: launched while the partial results are still being made."""
     group: tl.constexpr = HEADS // KV_HEADS
     program = tl.program_id(0)
     tile_row = program % live_rows
@@ -40,6 +43,8 @@ def combine(
     slot = tl.load(record + 3)
     splits = tl.load(record + 4)
     e = tl.program_id(1) * E_BLOCK + tl.arange(0, E_BLOCK)
+    if EARLY:
+        gdc_wait()
     top = tl.full([1], float("-inf"), tl.float32)
     total = tl.zeros([1], tl.float32)
     acc = tl.zeros([E_BLOCK], tl.float32)
