@@ -1,7 +1,7 @@
-"""FlashAttention-4's kernels compiled for a GPU that is not here, in a process of their own: its host
-code reads its target from the environment when it is imported. Registers, stack and threads are
-read from the binary, shared memory from the launch in the compiled host code. What its compiler
-refuses is a `Finding`.
+"""FlashAttention-4's kernels compiled for a GPU that is not here, in a process of their own: its
+host code reads its target from the environment. Registers, stack and threads are read from the
+binary, shared memory from the launch in the compiled host code. What its compiler refuses is a
+`Finding`.
 
     python -m vitrail.attention.compile_fa4 90 < launches.json
 
@@ -22,7 +22,7 @@ from vitrail.attention.plan import AttentionPlan
 from vitrail.config.finding import Finding
 from vitrail.config.hardware import Hardware
 
-# Its CUDA launch in the compiled host code: grid, block, bytes of shared memory, stream, attributes.
+# A launch in the compiled host code: grid, block, bytes of shared memory, stream, attributes.
 _CONFIG = r"struct<\(array<3 x i32>, array<3 x i32>, i64, ptr, ptr, i32\)>"
 _SHARED = re.compile(
     r"(%\d+) = llvm\.getelementptr %\d+\[0, 2\][^\n]*" + _CONFIG + r"\n\s*llvm\.store (%\d+), \1"

@@ -215,38 +215,36 @@ class Cut(NamedTuple):
 
 def cut(causal: bool, window: bool, meta: VarlenMetadata) -> Cut:
     """Sequence by sequence: rows before the first key are blank, rows up to the last key are
-    aligned with the end of the keys, rows from there on see all of them. Neighbours go in one call
-    where their rows and keys are neighbours."""
+    aligned with the end of the keys that they see, rows from there on see all keys. Neighbours go
+    in one call where their rows and keys are neighbours."""
     parts: list[Part] = []
     blank: list[slice] = []
     row = key = 0
     for n, m, start in zip(meta.q_lens, meta.kv_lens, meta.q_starts, strict=True):
-        first, aligned = _edges(causal, window, n, m, start)
+        assert not window or not n or start == m - n >= 0, (
+            f"{n} queries from {start} on against {m} keys: under a window the last ones meet"
+        )
+        first, aligned, seen = _edges(causal, n, m, start)
         if first:
             blank.append(slice(row, row + first))
         for begin, end, ends in ((first, aligned, True), (aligned, n, False)):
             if begin < end:
-                rows = slice(row + begin, row + end)
-                _append(
-                    parts, Part(rows, slice(key, key + m), ends and causal, (end - begin,), (m,))
-                )
+                rows, keys = slice(row + begin, row + end), slice(key, key + seen)
+                _append(parts, Part(rows, keys, ends and causal, (end - begin,), (seen,)))
         row, key = row + n, key + m
     return Cut(tuple(parts), tuple(blank))
 
 
-def _edges(causal: bool, window: bool, n: int, m: int, start: int) -> tuple[int, int]:
+def _edges(causal: bool, n: int, m: int, start: int) -> tuple[int, int, int]:
     """Of a sequence of n queries from position `start` and m keys: rows that see none, rows up to
-    the last that is aligned with the end."""
-    assert not window or not n or start == m - n, (
-        f"{n} queries from {start} on against {m} keys: under a window the last ones meet"
-    )
-    if not m:
-        return n, n
-    if not causal and not window:
-        return 0, n
-    first = min(max(-start, 0), n) if causal else 0
-    assert causal or start >= 0, f"{n} queries, {m} keys: a window may be empty"
-    return first, min(max(m - start, first), n)
+    the last that is aligned with an end, keys that any row sees."""
+    if not causal:
+        return (0, n, m) if m else (n, n, 0)
+    seen = min(m, max(start + n, 0))
+    if not seen:
+        return n, n, 0
+    first = min(max(-start, 0), n)
+    return first, min(max(seen - start, first), n), seen
 
 
 def _append(parts: list[Part], part: Part) -> None:
@@ -389,7 +387,7 @@ def _run(plan: AttentionPlan, causal: bool, call: _Call, sink_H: Tensor | None) 
 def forward_arguments(
     plan: AttentionPlan, causal: bool, call: _Call, sink_H: Tensor | None
 ) -> tuple[Any, ...]:
-    """Of the compiled kernel, in the order of the release in `attention.fa4`; SM100's takes more."""
+    """Of the compiled kernel, in the order of `attention.fa4.RELEASE`; SM100's takes more."""
     site = plan.shape.site
     cu_q, cu_kv, kv_lens, table = call.lengths
     after = None if site.window is None else (0 if causal else site.window)
