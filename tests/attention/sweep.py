@@ -62,6 +62,7 @@ PAGED: tuple[Site, ...] = (
     Site("264", 4, 4, 264, 264, served=False),
     Site("264/64", 4, 4, 264, 64, served=False),
     Site("192", 4, 4, 192, 192, served=False),
+    Site("latent small", 16, 1, 192, 128, latent=128, served=False),
     Site("latent capped", 16, 1, 576, 512, latent=512, softcap=1, served=False),
     Site("heads", 1 << 24, 1 << 24, 64, 64, served=False),
 )

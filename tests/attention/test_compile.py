@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 from triton_plans import tiny
 
-from vitrail.attention.compile import SPILL_BYTES, Taken, hold, read_cubin
+from vitrail.attention.cubin import SPILL_BYTES, Taken, hold, read_cubin
 from vitrail.attention.shape import AttentionSite, Phase
 from vitrail.config.hardware import find
 

@@ -12,6 +12,7 @@ from vitrail.attention.fa4 import FA4_RULES, choose_fa4, q_stage
 from vitrail.attention.legality import LAWS, broken, finding
 from vitrail.attention.plan import (
     BACKENDS,
+    CUTLASS_RELEASE,
     KERNEL_BACKENDS,
     AttentionPlan,
     Loader,
@@ -79,7 +80,11 @@ def test_192_128_decode_with_a_pool_of_8192_tokens_is_planned_by_its_real_length
     assert (made.tile_n, made.loader, made.max_splits) == (128, Loader.BULK, 1)
     long = plan_on("fa4", replace(DECODE, max_kv_len=65536), B300)
     assert isinstance(long, AttentionPlan)
-    assert (long.tile_n, long.loader, long.max_splits) == (128, Loader.BULK, 128)
+    assert (long.tile_n, long.loader, long.max_splits) == (128, Loader.BULK, 1)
+    equal = replace(DECODE, site=replace(MIMO, head_dim=128), max_kv_len=65536)
+    split = plan_on("fa4", equal, B300)
+    assert isinstance(split, AttentionPlan)
+    assert (split.tile_n, split.loader, split.max_splits) == (128, Loader.BULK, 128)
 
 
 def test_192_128_decode_with_a_pool_of_8192_tokens_leaves_zero_rows_in_the_faulty_planner():
@@ -113,7 +118,7 @@ def test_17_queries_keep_their_bulk_copy():
     assert q_stage(f) == 2
     c = shrinking(f, 1 << 20, floor=False)
     assert "rows" not in names(f, c)
-    assert {"fa4_bulk_kept", "fa4_tile_kept", "fa4_split_two_tiles"} <= set(names(f, c))
+    assert {"fa4_bulk_kept", "fa4_tile_kept", "fa4_split_unequal"} <= set(names(f, c))
     made = plan_on("fa4", shape, B300)
     assert isinstance(made, AttentionPlan)
     assert (made.loader, made.tile_n, made.max_splits) == (Loader.BULK, 128, 1)
@@ -194,6 +199,7 @@ def test_heads_that_flash_attention_4_takes(gpu, page, heads):
             site=replace(MIMO, head_dim=d, head_dim_v=dv),
             phase=Phase.DECODE if page else Phase.PREFILL,
             page_size=page or None,
+            max_q_len=1 if page else 300,
         )
         if isinstance(plan_on("fa4", shape, find(gpu)), AttentionPlan):
             taken.add((d, dv))
@@ -246,15 +252,35 @@ def test_a_cpu_runs_the_reference_and_refuses_a_kernel():
     assert any(f.saw.startswith("compute capability 0") for f in found)
 
 
-def test_nothing_without_a_module_is_planned():
-    found = plan(DECODE, B300, "fa4")
+def test_only_what_has_a_module_is_planned():
+    found = plan(DECODE, H200, "flashinfer")
     assert isinstance(found, list)
-    assert "'fa4'" in found[0].saw
-    assert set(BACKENDS) < {"reference", *KERNEL_BACKENDS}
+    assert "'flashinfer'" in found[0].saw
+    assert set(BACKENDS) == {"reference", *KERNEL_BACKENDS}
     for gpu in (CPU, *GPUS):
         made = plan(DECODE, gpu)
         assert isinstance(made, AttentionPlan)
         assert made.backend in BACKENDS
+
+
+@pytest.mark.parametrize(
+    ("installed", "saw"),
+    [
+        ({}, "nvidia-cutlass-dsl is not installed"),
+        ({"cute": "4.5.2"}, "nvidia-cutlass-dsl 4.5.2"),
+    ],
+)
+def test_our_hopper_decode_needs_the_compiler_that_it_was_proved_with(installed, saw):
+    (found,) = plan(DECODE, H200, "cute", installed)
+    assert found.saw == saw
+    assert found.change == f"pip install nvidia-cutlass-dsl=={CUTLASS_RELEASE}"
+    made = plan(DECODE, H200, None, installed)
+    assert isinstance(made, AttentionPlan)
+    assert made.backend == "triton"
+    assert [f.saw for f in passed_over(made, H200, ("cute", "triton"), installed)] == [saw]
+    made = plan(DECODE, H200, None, {"cute": CUTLASS_RELEASE})
+    assert isinstance(made, AttentionPlan)
+    assert made.backend == "cute"
 
 
 def test_a_backend_passed_over_says_why():

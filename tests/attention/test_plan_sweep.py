@@ -101,17 +101,16 @@ MUTATIONS: dict[str, tuple[str, Choose]] = {
     "fa4_tile_kept": ("fa4", altered(choose_fa4, tile_n=lambda f, c: c.tile_n // 2)),
     "fa4_bulk_kept": ("fa4", altered(choose_fa4, loader=lambda f, c: BY_ROWS)),
     "fa4_split_arch": ("fa4", altered(choose_fa4, max_splits=lambda f, c: 2, **twice_the_items)),
-    "fa4_split_dims": ("fa4", altered(choose_fa4, max_splits=lambda f, c: 2, **twice_the_items)),
-    "fa4_split_two_tiles": (
+    "fa4_split_unequal": (
         "fa4",
         altered(choose_fa4, max_splits=lambda f, c: 2, **twice_the_items),
     ),
     "fa4_hd256": ("fa4", choose_fa4),
-    "fa4_latent_arch": (
+    "fa4_hd256_pair": ("fa4", choose_fa4),
+    "fa4_latent": (
         "fa4",
         altered(choose_fa4, smem_bytes=lambda f, c: 0, live_registers=lambda f, c: 0),
     ),
-    "fa4_latent_plain": ("fa4", choose_fa4),
     "fa4_sink": ("fa4", choose_fa4),
 }
 

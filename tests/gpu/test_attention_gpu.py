@@ -6,8 +6,9 @@ import torch
 
 from tests.attention.dense_attention import dense_packed, paged
 from vitrail.attention.backend import load_backend
+from vitrail.attention.installed import releases
 from vitrail.attention.metadata import PagedMetadata, paged_metadata, varlen_metadata
-from vitrail.attention.plan import AttentionPlan, plan
+from vitrail.attention.plan import DISTRIBUTIONS, AttentionPlan, plan
 from vitrail.attention.shape import PAGED, AttentionShape, AttentionSite, Phase
 from vitrail.config.finding import accept
 from vitrail.config.hardware import from_device
@@ -28,9 +29,6 @@ def latent(heads: int) -> AttentionSite:
 
 
 def backend(made: AttentionPlan):
-    """The module of a plan; skips where its package is not installed."""
-    if made.backend == "cute":
-        pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
     return load_backend(made.backend)
 
 
@@ -49,6 +47,8 @@ def planned(
 ) -> AttentionPlan:
     if name == "cute" and not on_hopper():
         pytest.skip("the kernel is made of Hopper's instructions")
+    if name in DISTRIBUTIONS and name not in releases():
+        pytest.skip(f"{DISTRIBUTIONS[name]} is not installed")
     facts = torch.cuda.get_device_properties(0)
     cc = facts.major * 10 + facts.minor
     gpu = from_device(facts.name, cc, facts.multi_processor_count, facts.total_memory)
@@ -61,7 +61,7 @@ def planned(
         max_q_len=max(q_lens),
         max_kv_len=max(kv_lens),
     )
-    return accept(plan(shape, gpu, name))
+    return accept(plan(shape, gpu, name, releases()))
 
 
 def inputs(where: AttentionSite, q_lens, kv_lens, dtype: torch.dtype):

@@ -1,10 +1,11 @@
 """FlashAttention-4's own legality and tiles, as arithmetic (see `tiles`): what its host code
-decides and refuses, read in its releases from 4.0.0b26 on, each constraint one statement.
+decides and refuses, read in the one release that we launch, each constraint one statement.
 
-Latent sites are its `qv` form: queries and keys of head_dim - rank rotary channels beside a latent
-of `rank`. Its splits are even shares of every sequence, not work items of ours."""
+Its splits are even shares of every sequence, not work items of ours. Latent rows are refused: for
+them its host chooses among several kernels by numbers that a plan does not hold."""
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator
 
 from vitrail.attention.legality import Rule
 from vitrail.attention.tiles import (
@@ -13,7 +14,6 @@ from vitrail.attention.tiles import (
     DECODE,
     DECODE_QUERIES,
     EXTEND,
-    LATENT,
     VARLEN,
     Choice,
     Facts,
@@ -27,8 +27,16 @@ from vitrail.attention.tiles import (
     where,
     workspace_bytes,
 )
+from vitrail.config.finding import Finding
+
+# Of flash-attn-4, whose compiled kernels take their arguments by position. CI compiles with it.
+RELEASE = "4.0.0b36"
+# The first that divides the rows of a paged tile by the loader's threads with ceiling.
+CEILING_RELEASE = "4.0.0b26"
 
 BUDGET_BYTES = 224 << 10  # of shared memory, on SM100 and SM110
+BARRIER_BYTES = 1024  # beside Hopper's buffers, their alignment included
+STATE_BYTES = 3072  # beside SM100's: barriers, row maxima and sums
 MAX_SPLITS = 128
 
 
@@ -40,9 +48,59 @@ def is_hopper(f: Facts) -> Num:
     return f.cc == 90
 
 
-def dims(f: Facts) -> tuple[Num, Num]:
-    """head_dim and head_dim_v as it sees them."""
-    return f.dim - f.latent, f.dim_v
+def release_findings(release: str | None, f: Facts, c: Choice) -> Iterator[Finding]:
+    """Why an installed release (None: there is none) cannot run what a plan chose."""
+    change = f"pip install flash-attn-4=={RELEASE}"
+    if release is None:
+        yield Finding(
+            where="attention backend fa4",
+            saw="flash-attn-4 is not installed",
+            rule=f"flash-attn-4 {RELEASE} is beside torch",
+            change=change,
+            code="fa4_not_installed",
+        )
+    elif release != RELEASE:
+        yield Finding(
+            where="attention backend fa4",
+            saw=f"flash-attn-4 {release}",
+            rule=f"{RELEASE}: its kernels are compiled and launched as that release's host does",
+            change=change,
+            code="fa4_release",
+        )
+        tile_n = floor_tile(f, c)
+        if is_before(release, CEILING_RELEASE) and tile_n < c.loader_threads:
+            yield Finding(
+                where="attention backend fa4: page_size",
+                saw=f"{tile_n} keys of a tile, pages of {f.page}, for {c.loader_threads} loader "
+                f"threads: flash-attn-4 {release} divides with floor, 0 rows a thread",
+                rule="a loader thread has a row: the crash 'Expected size in shape to be strictly "
+                f"positive, but got 0' of releases before {CEILING_RELEASE}",
+                change=change,
+                code="fa4_zero_rows",
+            )
+
+
+def is_before(release: str, other: str) -> bool:
+    return _version(release) < _version(other)
+
+
+def _version(release: str) -> tuple[tuple[int, ...], int]:
+    """4.0.0b18 before 4.0.0; what is neither counts as old."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)*)(?:b(\d+))?", release)
+    if found is None:
+        return (0,), 0
+    return tuple(map(int, found[1].split("."))), int(found[2] or 1 << 30)
+
+
+def floor_tile(f: Facts, c: Choice) -> int:
+    """Keys of the tile that the loader's threads share where they copy rows. Releases with the
+    floor halve it, and leave the bulk copy, where they split keys and values of unequal heads."""
+    d, dv = f.dim, f.dim_v
+    tiles = live_pages(f) * most(f.page, 1) // 128
+    halves = is_datacenter_blackwell(f) & f.paged & (d != dv) & (tiles >= 64) & (q_stage(f) == 1)
+    if halves and f.batch * f.kv_heads * 2 <= f.num_sms:
+        return 64
+    return c.tile_n if c.loader == BY_ROWS else c.loader_threads
 
 
 def is_local(f: Facts) -> Num:
@@ -57,9 +115,9 @@ def q_stage(f: Facts) -> Num:
 
 def tile(f: Facts) -> tuple[Num, Num]:
     """tile_m, tile_n by architecture and head_dim; nothing later changes them."""
-    d, dv = dims(f)
+    d, dv = f.dim, f.dim_v
     local = is_local(f)
-    m90 = where(d <= 96, 192, where(d <= 256, 128, 64))
+    m90 = where(d <= 96, 192, 128)
     n90 = where(
         d <= 64,
         128,
@@ -72,7 +130,7 @@ def tile(f: Facts) -> tuple[Num, Num]:
                 where(
                     d <= 192,
                     where(local, 96, where(dv <= 128, 128, 112)),
-                    where(d <= 256, where(local, 64, 80), 64),
+                    where(local, 64, 80),
                 ),
             ),
         ),
@@ -81,19 +139,26 @@ def tile(f: Facts) -> tuple[Num, Num]:
     return where(hopper, m90, 128), where(blackwell, 128, where(hopper, n90, 64))
 
 
+def weights_in_registers(head_dim: int) -> bool:
+    """Whether its Hopper kernel keeps softmax weights in registers; else they have room in shared
+    memory, a tile of queries by keys."""
+    return bool(_weights_in_registers(head_dim))
+
+
+def _weights_in_registers(d: Num) -> Num:
+    return (d <= 64) | (d > 96)
+
+
 def num_splits(f: Facts, tile_m: Num, tile_n: Num) -> Num:
-    """Shares of each sequence's keys, from its real length, where it can split at all. The cap of
-    two tiles of queries with head_dim != head_dim_v is its own: it would halve the key tile for
-    them and leave the bulk copy."""
-    d, dv = dims(f)
+    """Shares of each sequence's keys, from its real length, where it can split at all. Not where
+    head_dim != head_dim_v: its host would halve the key tile, leave the bulk copy and choose
+    another number."""
     can = (
         is_datacenter_blackwell(f)
         & f.paged
         & (f.q_len <= DECODE_QUERIES)
-        & (round_up(dv, 16) < 192)
-        & (f.latent == 0)
+        & (f.dim == f.dim_v)
         & (f.invariant == 0)
-        & ((d == dv) | (q_stage(f) == 1))
     )
     tiles = ceil_div(live_pages(f) * most(f.page, 1), tile_n)
     rows = ceil_div(f.q_len * (f.q_heads // f.kv_heads), tile_m * q_stage(f))
@@ -107,15 +172,14 @@ def is_bulk(f: Facts, tile_n: Num) -> Num:
 
 
 def choose_fa4(f: Facts) -> Choice:
-    d, dv = dims(f)
-    d, dv = round_up(d, 16), round_up(dv, 16)
+    d, dv = round_up(f.dim, 16), round_up(f.dim_v, 16)
     hopper, blackwell = is_hopper(f), is_datacenter_blackwell(f)
     tile_m, tile_n = tile(f)
     stage = q_stage(f)
     shares = num_splits(f, tile_m, tile_n)
     bulk = is_bulk(f, tile_n)
     loaders = where(blackwell & (stage == 2), 64, 128)
-    groups = where(blackwell, 3, where(hopper, where(dv > 256, 2, tile_m // 64), 1))
+    groups = where(blackwell, 3, where(hopper, tile_m // 64, 1))
     warps = where(blackwell, 16, where(hopper, 4 * (tile_m // 64 + 1), 4))
     stages, smem = stages_and_bytes(f, stage, shares, tile_m, tile_n)
     # Hopper's warpgroups give registers from the loader to those that multiply.
@@ -124,13 +188,13 @@ def choose_fa4(f: Facts) -> Choice:
     live = tile_m * (tile_n + dv) // (128 * groups)
     pages = live_pages(f)
     decode = f.paged & (f.q_len <= DECODE_QUERIES)
-    # A pair of SMs shares heads of 256 and latents.
+    # A pair of SMs shares heads of 256.
     pair = where(dv >= 256, 2, 1)
     return Choice(
-        where(f.latent > 0, LATENT, where(decode, DECODE, where(f.paged, EXTEND, VARLEN))),
+        where(decode, DECODE, where(f.paged, EXTEND, VARLEN)),
         tile_m,
         tile_n,
-        where(f.latent > 0, f.dim, d),
+        d,
         0,
         dv,
         0,
@@ -160,36 +224,38 @@ def stages_and_bytes(
 ) -> tuple[Num, Num]:
     """Stages of keys and values, and the shared memory of all buffers. SM100: queries and output
     (fp32 where shares are combined) lie over each other for (192, 128) and for wide split heads; a
-    stage holds either a tile of keys or one of values."""
-    d, dv = dims(f)
-    d, dv = round_up(d, 16) + f.latent, round_up(dv, 16)
+    stage holds either a tile of keys or one of values; of three stages of (192, 128) one has the
+    size of values."""
+    d, dv = round_up(f.dim, 16), round_up(f.dim_v, 16)
     hopper, blackwell = is_hopper(f), is_datacenter_blackwell(f)
     pair = where(dv >= 256, 2, 1)
     q = stage * 128 * d * 2 // pair
     o = stage * 128 * dv * where(shares > 1, 4, 2) // pair
-    over = (d == 192) | ((dv >= 128) & (shares > 1)) | (f.latent > 0)
+    over = (d == 192) | ((dv >= 128) & (shares > 1))
     held = where(over, most(q, o), q + o)
-    one = tile_n * where(f.latent > 0, most(f.latent, dv), most(d, dv)) * 2 // pair
+    one = tile_n * most(d, dv) * 2 // pair
     fits = most(least((BUDGET_BYTES - held) // one, 32), 2)
-    pairs = where(hopper & (dv <= 256), 2, 1)
-    plain = tile_m * d * 2 + pairs * tile_n * (d + dv) * 2
-    return where(blackwell, fits, pairs), where(blackwell, held + fits * one, plain)
+    uneven = (d == 192) & (dv == 128) & (fits <= 3)
+    pairs = where(hopper, 2, 1)
+    weights = hopper * (_weights_in_registers(f.dim) == 0) * tile_m * tile_n * 2
+    plain = tile_m * d * 2 + pairs * tile_n * (d + dv) * 2 + weights + BARRIER_BYTES
+    stages = where(uneven, 3, fits)
+    large = held + (stages - uneven) * one + uneven * tile_n * dv * 2 + STATE_BYTES
+    return where(blackwell, stages, pairs), where(blackwell, large, plain)
 
 
 def _dims_of_blackwell(f: Facts) -> Num:
-    d, dv = dims(f)
+    d, dv = f.dim, f.dim_v
     small = (d >= 8) & (d <= 128) & (dv >= 8) & (dv <= 128)
-    wide = ((d == 192) & (dv == 128)) | ((d == 256) & (dv == 256))
-    return small | wide | ((dv == 512) & ((d == 64) | (d == 512)))
+    return small | ((d == 192) & (dv == 128)) | ((d == 256) & (dv == 256))
 
 
 def _dims_of_hopper(f: Facts) -> Num:
-    d, dv = dims(f)
-    return ((d >= 8) & (d <= 256) & (dv >= 8) & (dv <= 256)) | ((d == 512) & (dv == 512))
+    return (f.dim >= 8) & (f.dim <= 256) & (f.dim_v >= 8) & (f.dim_v <= 256)
 
 
 def _is_hd256(f: Facts) -> Num:
-    return is_datacenter_blackwell(f) & (f.dim == 256) & (f.latent == 0)
+    return is_datacenter_blackwell(f) & (f.dim == 256)
 
 
 def _rule(
@@ -203,7 +269,7 @@ def _rule(
     return Rule(f"fa4_{name}", field, holds, saw, rule, change)
 
 
-_HEADS = "head_dim {f.dim} and {f.dim_v}, latent rank {f.latent}"
+_HEADS = "head_dim {f.dim} and {f.dim_v}"
 _OTHER = "use the triton backend"
 
 FA4_RULES: tuple[Rule, ...] = (
@@ -242,9 +308,9 @@ FA4_RULES: tuple[Rule, ...] = (
     _rule(
         "dims_hopper",
         "head_dim",
-        lambda f, c: (is_hopper(f) == 0) | (f.latent > 0) | _dims_of_hopper(f),
+        lambda f, c: (is_hopper(f) == 0) | _dims_of_hopper(f),
         _HEADS,
-        "8 to 256, or 512 and 512",
+        "8 to 256",
         _OTHER,
     ),
     _rule(
@@ -252,7 +318,7 @@ FA4_RULES: tuple[Rule, ...] = (
         "head_dim",
         lambda f, c: (is_datacenter_blackwell(f) == 0) | _dims_of_blackwell(f),
         _HEADS,
-        "8 to 128, (192, 128), (256, 256), or 512 with 64 or 512",
+        "8 to 128, (192, 128) or (256, 256)",
         _OTHER,
     ),
     _rule(
@@ -304,19 +370,11 @@ FA4_RULES: tuple[Rule, ...] = (
         _OTHER,
     ),
     _rule(
-        "split_dims",
+        "split_unequal",
         "head_dim",
-        lambda f, c: (c.max_splits == 1) | ((round_up(f.dim_v, 16) < 192) & (f.latent == 0)),
-        "{c.max_splits} splits of " + _HEADS,
-        "splits have values below 192 channels and no latent",
-        _OTHER,
-    ),
-    _rule(
-        "split_two_tiles",
-        "max_q_len",
-        lambda f, c: (c.max_splits == 1) | (f.dim == f.dim_v) | (q_stage(f) == 1),
+        lambda f, c: (c.max_splits == 1) | (f.dim == f.dim_v),
         "{c.max_splits} splits of {f.q_len} queries of {f.q_heads} heads, " + _HEADS,
-        "unequal heads of more than 128 packed rows are not split: the key tile would halve",
+        "unequal heads are not split: the key tile would halve",
         _OTHER,
     ),
     _rule(
@@ -328,27 +386,33 @@ FA4_RULES: tuple[Rule, ...] = (
         _OTHER,
     ),
     _rule(
-        "latent_arch",
-        "latent_rank",
-        lambda f, c: (f.latent == 0) | is_datacenter_blackwell(f),
-        "latent rank {f.latent} on compute capability {f.cc}",
-        "latents on 100 to 119 alone",
+        "hd256_pair",
+        "max_q_len",
+        lambda f, c: (
+            (_is_hd256(f) == 0)
+            | (
+                (f.q_len * (f.q_heads // f.kv_heads) > 128)
+                & (128 % most(f.q_heads // f.kv_heads, 1) == 0)
+            )
+        ),
+        _HEADS + ", {f.q_len} queries of {f.q_heads} heads to {f.kv_heads}",
+        "a pair of SMs has more than one tile of 128 rows, of whole groups: else its host chooses",
         _OTHER,
     ),
     _rule(
-        "latent_plain",
+        "latent",
         "latent_rank",
-        lambda f, c: (f.latent == 0) | ((f.latent == 512) & (f.window < 0) & (f.softcap == 0)),
-        "latent rank {f.latent}, window {f.window}, softcap {f.softcap}",
-        "a latent of 512 channels, no window, no softcap",
+        lambda f, c: f.latent == 0,
+        "latent rank {f.latent}",
+        "keys and values a head: its latent kernels are not planned",
         _OTHER,
     ),
     _rule(
         "sink",
         "sink",
-        lambda f, c: (f.sink == 0) | ((f.bf16 == 1) & (f.cc >= 90)),
-        "a sink, compute capability {f.cc}, bfloat16: {f.bf16}",
-        "sinks are bfloat16, on 90 to 119",
+        lambda f, c: (f.sink == 0) | (f.cc >= 90),
+        "a sink, compute capability {f.cc}",
+        "sinks on 90 to 119",
         _OTHER,
     ),
 )

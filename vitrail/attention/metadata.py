@@ -9,6 +9,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
+from typing import Any, TypeVar
 
 import torch
 from jaxtyping import Int, Shaped
@@ -19,6 +20,7 @@ from vitrail.config.finding import Finding, Refused
 
 # Keys that a layer expands at once (expanded MLA prefill): bounds its workspace.
 CHUNK_TOKENS = 8192
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,18 +35,19 @@ class Work:
 
 class WorkCache:
     """The work of a batch's lengths by plan, made by a backend when its first layer runs and read
-    by the others. Owned by the metadata that holds it; an engine that replays graphs fills it with
-    records of fixed addresses beforehand."""
+    by the others: `Work`, or what else the plan's backend makes of lengths. Owned by the metadata
+    that holds it; an engine that replays graphs fills it with records of fixed addresses
+    beforehand."""
 
     def __init__(self) -> None:
-        self._by_plan: dict[int, tuple[AttentionPlan, Work]] = {}
+        self._by_plan: dict[int, tuple[AttentionPlan, Any]] = {}
 
-    def get(self, plan: AttentionPlan, make: Callable[[], Work]) -> Work:
+    def get(self, plan: AttentionPlan, make: Callable[[], T]) -> T:
         if id(plan) not in self._by_plan:
             self.put(plan, make())
         return self._by_plan[id(plan)][1]
 
-    def put(self, plan: AttentionPlan, work: Work) -> None:
+    def put(self, plan: AttentionPlan, work: object) -> None:
         self._by_plan[id(plan)] = (plan, work)
 
 

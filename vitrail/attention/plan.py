@@ -12,7 +12,7 @@ from enum import StrEnum
 from types import MappingProxyType
 from typing import NamedTuple
 
-from vitrail.attention.fa4 import FA4_RULES, choose_fa4
+from vitrail.attention.fa4 import FA4_RULES, choose_fa4, release_findings
 from vitrail.attention.legality import (
     CUTE_RULES,
     LAWS,
@@ -51,10 +51,25 @@ KERNEL_BACKENDS: Mapping[str, Backend] = MappingProxyType(
 )
 # Backends that have a module, and so can be planned.
 BACKENDS: Mapping[str, str] = MappingProxyType(
-    {name: f"vitrail.attention.backends.{name}" for name in ("reference", "triton", "cute")}
+    {name: f"vitrail.attention.backends.{name}" for name in ("reference", "triton", "cute", "fa4")}
 )
-# What a GPU is planned for, best first, where nobody prefers one.
-CUDA_ORDER = ("reference",)
+# Those that need a distribution beside torch. What is installed comes in as data, a release by
+# backend (`installed.releases`).
+DISTRIBUTIONS: Mapping[str, str] = MappingProxyType(
+    {"fa4": "flash-attn-4", "cute": "nvidia-cutlass-dsl"}
+)
+CUTLASS_RELEASE = "4.8.1"
+NOTHING: Mapping[str, str] = MappingProxyType({})
+# What a GPU is planned for, best first, where nobody prefers one: by (phase, compute capability)
+# what was measured to be quicker there (docs/notes/attention-h200.md).
+MEASURED_ORDER: Mapping[tuple[Phase, int], tuple[str, ...]] = MappingProxyType(
+    {
+        (Phase.ENCODE, 90): ("fa4", "triton", "reference"),
+        (Phase.PREFILL, 90): ("fa4", "triton", "reference"),
+        (Phase.DECODE, 90): ("cute", "triton", "reference"),
+    }
+)
+CUDA_ORDER = ("triton", "reference")
 
 # The reference holds at most this many bytes of fp32 scores, and of fp32 keys and values, at once.
 REFERENCE_SCORE_BYTES = 64 << 20
@@ -133,15 +148,19 @@ class AttentionPlan:
 
 
 def plan(
-    shape: AttentionShape, gpu: Hardware, prefer: str | None = None
+    shape: AttentionShape,
+    gpu: Hardware,
+    prefer: str | None = None,
+    installed: Mapping[str, str] = NOTHING,
 ) -> AttentionPlan | list[Finding]:
     """The plan for `shape` on `gpu`, or every reason why there is none. `prefer` names a backend;
-    one that cannot run the shape is refused, never replaced."""
+    one that cannot run the shape is refused, never replaced. `installed`: releases of those that
+    need one, by backend."""
     found = [*_preference_findings(prefer), *shape_findings(shape)]
     if found:
         return found
-    for name in (prefer,) if prefer else order(gpu):
-        made = plan_on(name, shape, gpu)
+    for name in (prefer,) if prefer else order(shape.phase, gpu):
+        made = plan_with(name, shape, gpu, installed)
         if isinstance(made, AttentionPlan):
             return made
         found += made
@@ -162,21 +181,50 @@ def plan_on(name: str, shape: AttentionShape, gpu: Hardware) -> AttentionPlan | 
     return _plan_kernel(name, shape, c)
 
 
-def passed_over(made: AttentionPlan, gpu: Hardware, names: tuple[str, ...]) -> list[Finding]:
+def plan_with(
+    name: str, shape: AttentionShape, gpu: Hardware, installed: Mapping[str, str]
+) -> AttentionPlan | list[Finding]:
+    """As `plan_on`, where what the backend needs is installed."""
+    made = plan_on(name, shape, gpu)
+    if name == "fa4" and isinstance(made, AttentionPlan):
+        f = facts(shape, gpu)
+        return list(release_findings(installed.get(name), f, choose_fa4(f))) or made
+    if name == "cute" and isinstance(made, AttentionPlan):
+        release = installed.get(name)
+        return made if release == CUTLASS_RELEASE else [_other_cutlass(release)]
+    return made
+
+
+def _other_cutlass(release: str | None) -> Finding:
+    return Finding(
+        where="attention backend cute",
+        saw=f"nvidia-cutlass-dsl {release}" if release else "nvidia-cutlass-dsl is not installed",
+        rule=f"{CUTLASS_RELEASE}: what its compiler makes of our kernel was measured and proved",
+        change=f"pip install nvidia-cutlass-dsl=={CUTLASS_RELEASE}",
+        code="cutlass_release" if release else "cutlass_not_installed",
+    )
+
+
+def passed_over(
+    made: AttentionPlan,
+    gpu: Hardware,
+    names: tuple[str, ...],
+    installed: Mapping[str, str] = NOTHING,
+) -> list[Finding]:
     """Why those of `names` before the planned backend could not run its shape, as warnings."""
     found: list[Finding] = []
     for name in names:
         if name == made.backend:
             break
-        refused = plan_on(name, made.shape, gpu)
+        refused = plan_with(name, made.shape, gpu, installed)
         assert isinstance(refused, list), f"{name} plans {made.shape}"
         found += [replace(f, severity="warning") for f in refused]
     return found
 
 
-def order(gpu: Hardware) -> tuple[str, ...]:
-    """Backends for `gpu`, best first."""
-    return CUDA_ORDER if gpu.cc else ("reference",)
+def order(phase: Phase, gpu: Hardware) -> tuple[str, ...]:
+    """Backends for a phase on `gpu`, best first."""
+    return MEASURED_ORDER.get((phase, gpu.cc), CUDA_ORDER) if gpu.cc else ("reference",)
 
 
 def _preference_findings(prefer: str | None) -> list[Finding]:
@@ -325,6 +373,7 @@ def make_table(
     limits: PlanLimits,
     gpu: Hardware,
     prefer: str | None,
+    installed: Mapping[str, str] = NOTHING,
 ) -> PlanTable:
     """Plan every site and bucket. Raises `Refused` with the findings of all of them."""
     plans: dict[tuple[AttentionSite, Phase], list[AttentionPlan]] = {}
@@ -334,11 +383,12 @@ def make_table(
         plans[site, phase] = []
         for batch in batch_buckets(limits):
             for kv_len in kv_buckets(limits):
-                made = plan(_bucket(site, phase, limits, batch, kv_len), gpu, prefer)
+                made = plan(_bucket(site, phase, limits, batch, kv_len), gpu, prefer, installed)
                 if isinstance(made, AttentionPlan):
                     plans[site, phase].append(made)
                     if prefer is None:
-                        warnings.update(dict.fromkeys(passed_over(made, gpu, order(gpu))))
+                        better = passed_over(made, gpu, order(phase, gpu), installed)
+                        warnings.update(dict.fromkeys(better))
                 else:
                     found.update(dict.fromkeys(made))
     if found:

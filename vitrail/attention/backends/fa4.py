@@ -1,0 +1,454 @@
+"""Attention by FlashAttention-4's kernels (flash-attn-4, CuTe DSL), in the tiles and splits that a
+plan names. Its host code is used to compile and never to launch: `compile_launch` calls it once for
+each distinct kernel on tensors without memory, and the compiled kernel is then called with its
+arguments directly. So a call costs little Python, and nothing is decided from a batch or a pool.
+
+Its causal kernels align the last query with the last key, and on Hopper a tile of queries that sees
+no key reads its neighbours'. So a batch whose queries stand elsewhere (a piece of a longer context)
+is cut on the host, once for all layers, into calls that it can express: rows that see all keys,
+rows aligned with the end, rows that see none (`cut`).
+
+Legend: T packed queries, S packed keys, H query heads, K key heads, D head_dim, E head_dim_v,
+N pages, P page size, C latent channels, X splits."""
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from inspect import signature
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from vitrail.attention.backend import Attended, AttentionBackend
+from vitrail.attention.fa4 import weights_in_registers
+from vitrail.attention.metadata import PagedMetadata, VarlenMetadata, prefix_sums
+from vitrail.attention.plan import AttentionPlan
+from vitrail.attention.shape import Phase
+
+WIDE_BYTES = 16  # every row starts at such a border: its host would copy a whole pool otherwise
+Kernel = Callable[..., None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launch:
+    """All that a kernel is specialised for, in plain values. `page_size` 0: packed keys. `window`
+    is its presence; its size is an argument. `max_q_len`: 1 for what fits a tile, else the bound or
+    anything beyond two tiles. `max_kv_len` 0 where nothing is split."""
+
+    dtype: str
+    num_q_heads: int
+    num_kv_heads: int
+    head_dim: int
+    head_dim_v: int
+    causal: bool
+    window: bool
+    softcap: float | None
+    sink: bool
+    page_size: int
+    tile_m: int
+    tile_n: int
+    pack_gqa: bool
+    splits: int
+    max_q_len: int
+    max_kv_len: int
+
+
+class Kernels(NamedTuple):
+    """Compiled: the attention itself, and what joins its splits where there are any. Both take
+    their arguments by position."""
+
+    forward: Kernel
+    combine: Kernel | None
+
+
+def launch_of(plan: AttentionPlan, causal: bool) -> Launch:
+    shape, site = plan.shape, plan.shape.site
+    group = site.num_q_heads // site.num_kv_heads if plan.pack_gqa else 1
+    max_q_len = shape.max_q_len
+    if max_q_len * group <= plan.tile_m:
+        max_q_len = 1
+    elif max_q_len * group > 2 * plan.tile_m:
+        max_q_len = 2 * plan.tile_m + 1
+    return Launch(
+        dtype=shape.dtype,
+        num_q_heads=site.num_q_heads,
+        num_kv_heads=site.num_kv_heads,
+        head_dim=site.head_dim,
+        head_dim_v=site.head_dim_v,
+        causal=causal,
+        window=site.window is not None,
+        softcap=site.softcap,
+        sink=site.sink,
+        page_size=shape.page_size or 0,
+        tile_m=plan.tile_m,
+        tile_n=plan.tile_n,
+        pack_gqa=plan.pack_gqa,
+        splits=plan.max_splits,
+        max_q_len=max_q_len,
+        max_kv_len=shape.max_kv_len if plan.max_splits > 1 else 0,
+    )
+
+
+@cache
+def launches(plan: AttentionPlan) -> tuple[Launch, ...]:
+    """What a plan may run: of a causal prefill also the kernel of rows that see all keys."""
+    site = plan.shape.site
+    ends = (site.causal,)
+    if plan.shape.phase is Phase.PREFILL and site.causal and site.window is None:
+        ends = (True, False)
+    return tuple(launch_of(plan, causal) for causal in ends)
+
+
+def compile_launch(launch: Launch) -> Kernels:
+    """Through its own host code, on fake tensors; needs no GPU where its environment names one.
+    Raises what its compiler raises."""
+    interface = import_module("flash_attn.cute.interface")
+    with _watched(interface) as used, FakeTensorMode(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        interface._flash_attn_fwd(**_arguments(launch, interface))
+    forward, combine = used()
+    return Kernels(forward, combine)
+
+
+class _Watch:
+    """A cache of compiled kernels that remembers which one was asked for."""
+
+    def __init__(self, kept: Any) -> None:
+        self.kept, self.key = kept, None
+
+    def __contains__(self, key: object) -> bool:
+        self.key = key
+        return key in self.kept
+
+    def __setitem__(self, key: object, kernel: Kernel) -> None:
+        self.kept[key] = kernel
+
+    def __getitem__(self, key: object) -> Kernel:
+        return self.kept[key]
+
+
+@contextmanager
+def _watched(interface: Any) -> Iterator[Callable[[], list[Kernel | None]]]:
+    """Gives a function that gives the kernels which were used meanwhile."""
+    functions = (interface._flash_attn_fwd, interface._flash_attn_fwd_combine)
+    watches = [_Watch(function.compile_cache) for function in functions]
+    for function, watch in zip(functions, watches, strict=True):
+        function.compile_cache = watch
+    try:
+        yield lambda: [None if w.key is None else w.kept[w.key] for w in watches]
+    finally:
+        for function, watch in zip(functions, watches, strict=True):
+            function.compile_cache = watch.kept
+
+
+def _arguments(launch: Launch, interface: Any) -> dict[str, Any]:
+    """Keyword arguments of its host function. Whatever its host would choose is given, but for the
+    longest query: it takes the number of all tokens, and with no bound from the host a grid of all
+    tiles, where a persistent one would be cut to the GPU that it compiles on."""
+    dtype, batch, tokens = getattr(torch, launch.dtype), 2, launch.max_q_len
+
+    def empty(*size: int, of: torch.dtype = dtype) -> Tensor:
+        return torch.empty(size, dtype=of, device="cuda")
+
+    rows = (64, launch.page_size) if launch.page_size else (64,)
+    given: dict[str, Any] = {
+        "q": empty(tokens, launch.num_q_heads, launch.head_dim),
+        "k": empty(*rows, launch.num_kv_heads, launch.head_dim),
+        "v": empty(*rows, launch.num_kv_heads, launch.head_dim_v),
+        "cu_seqlens_q": empty(batch + 1, of=torch.int32),
+        "max_seqlen_k": launch.max_kv_len or launch.tile_n,
+        "softmax_scale": 1.0,
+        "causal": launch.causal,
+        "softcap": launch.softcap,
+        "tile_mn": (launch.tile_m, launch.tile_n),
+        "mma_pv_is_rs": weights_in_registers(launch.head_dim),
+        "intra_wg_overlap": True,
+        "num_splits": launch.splits,
+        "pack_gqa": launch.pack_gqa,
+        "return_lse": True,
+    }
+    if launch.window:
+        # Of no size in particular: it is an argument of the kernel.
+        given |= {"window_size_left": 2, "window_size_right": 0 if launch.causal else 2}
+    if launch.sink:
+        given["learnable_sink"] = empty(launch.num_q_heads, of=torch.float32)
+    if launch.page_size:
+        given["seqused_k"] = empty(batch, of=torch.int32)
+        given["page_table"] = empty(batch, 4, of=torch.int32)
+    else:
+        given["cu_seqlens_k"] = empty(batch + 1, of=torch.int32)
+    # Shares of equal size, not those of a kernel before this one; releases without it have none.
+    if "disable_scheduler_metadata" in signature(interface._flash_attn_fwd).parameters:
+        given["disable_scheduler_metadata"] = True
+    return given
+
+
+@cache
+def kernels_of(launch: Launch) -> Kernels:
+    """Compiled once a process, when first run."""
+    return compile_launch(launch)
+
+
+class Part(NamedTuple):
+    """One call: packed queries `rows` against packed keys `keys`, `causal` with the last query at
+    the last key; `q_lens`, `kv_lens` of its sequences."""
+
+    rows: slice
+    keys: slice
+    causal: bool
+    q_lens: tuple[int, ...]
+    kv_lens: tuple[int, ...]
+
+
+class Cut(NamedTuple):
+    """Calls that together make a batch, and packed rows that see no key."""
+
+    parts: tuple[Part, ...]
+    blank: tuple[slice, ...]
+
+
+def cut(causal: bool, window: bool, meta: VarlenMetadata) -> Cut:
+    """Sequence by sequence: rows before the first key are blank, rows up to the last key are
+    aligned with the end of the keys that they see, rows from there on see all keys. Neighbours go
+    in one call where their rows and keys are neighbours."""
+    parts: list[Part] = []
+    blank: list[slice] = []
+    row = key = 0
+    for n, m, start in zip(meta.q_lens, meta.kv_lens, meta.q_starts, strict=True):
+        assert not window or not n or start == m - n >= 0, (
+            f"{n} queries from {start} on against {m} keys: under a window the last ones meet"
+        )
+        first, aligned, seen = _edges(causal, n, m, start)
+        if first:
+            blank.append(slice(row, row + first))
+        for begin, end, ends in ((first, aligned, True), (aligned, n, False)):
+            if begin < end:
+                rows, keys = slice(row + begin, row + end), slice(key, key + seen)
+                _append(parts, Part(rows, keys, ends and causal, (end - begin,), (seen,)))
+        row, key = row + n, key + m
+    return Cut(tuple(parts), tuple(blank))
+
+
+def _edges(causal: bool, n: int, m: int, start: int) -> tuple[int, int, int]:
+    """Of a sequence of n queries from position `start` and m keys: rows that see none, rows up to
+    the last that is aligned with an end, keys that any row sees."""
+    if not causal:
+        return (0, n, m) if m else (n, n, 0)
+    seen = min(m, max(start + n, 0))
+    if not seen:
+        return n, n, 0
+    first = min(max(-start, 0), n)
+    return first, min(max(seen - start, first), n), seen
+
+
+def _append(parts: list[Part], part: Part) -> None:
+    last = parts[-1] if parts else None
+    if (
+        last is None
+        or last.causal != part.causal
+        or last.rows.stop != part.rows.start
+        or last.keys.stop != part.keys.start
+    ):
+        parts.append(part)
+        return
+    parts[-1] = Part(
+        slice(last.rows.start, part.rows.stop),
+        slice(last.keys.start, part.keys.stop),
+        part.causal,
+        last.q_lens + part.q_lens,
+        last.kv_lens + part.kv_lens,
+    )
+
+
+class Fa4:
+    """Stateless."""
+
+    def varlen(
+        self,
+        plan: AttentionPlan,
+        q_THD: Float[Tensor, "T H D"],
+        k_SKD: Float[Tensor, "S K D"],
+        v_SKE: Float[Tensor, "S K E"],
+        meta: VarlenMetadata,
+        sink_H: Float[Tensor, "H"] | None = None,
+    ) -> Attended:
+        """One call where queries end with their keys, or see all of them."""
+        _check(plan, q_THD, k_SKD, v_SKE, meta, sink_H)
+        out_THE, lse_HT = _results(plan, q_THD)
+        work = meta.work.get(plan, lambda: _prepare(plan, meta, q_THD.device))
+        sink_H = None if sink_H is None else sink_H.float()
+        for rows in work.blank:
+            out_THE[rows] = 0
+            lse_HT[:, rows] = -torch.inf if sink_H is None else sink_H[:, None]
+        for part, cu_q, cu_kv in work.calls:
+            call = _Call(
+                q_THD[part.rows],
+                k_SKD[part.keys],
+                v_SKE[part.keys],
+                out_THE[part.rows],
+                lse_HT[:, part.rows],
+                (cu_q, cu_kv, None, None),
+            )
+            _run(plan, part.causal, call, sink_H)
+        return Attended(out_THE, lse_HT.t())
+
+    def paged(
+        self,
+        plan: AttentionPlan,
+        q_THD: Float[Tensor, "T H D"],
+        k_NPKD: Float[Tensor, "N P K D"],
+        v_NPKE: Float[Tensor, "N P K E"],
+        meta: PagedMetadata,
+        sink_H: Float[Tensor, "H"] | None = None,
+    ) -> Attended:
+        """Pages of the plan's size, in pools of any strides that are multiples of 16 bytes."""
+        _check(plan, q_THD, k_NPKD, v_NPKE, meta, sink_H)
+        out_THE, lse_HT = _results(plan, q_THD)
+        if len(q_THD):
+            lengths = (meta.cu_q, None, meta.kv_lens_dev, meta.block_table)
+            call = _Call(q_THD, k_NPKD, v_NPKE, out_THE, lse_HT, lengths)
+            sink_H = None if sink_H is None else sink_H.float()
+            _run(plan, plan.shape.site.causal, call, sink_H)
+        return Attended(out_THE, lse_HT.t())
+
+    def latent(
+        self,
+        plan: AttentionPlan,
+        q_THC: Float[Tensor, "T H C"],
+        cache_NPC: Float[Tensor, "N P C"],
+        meta: PagedMetadata,
+    ) -> Attended:
+        """Never planned."""
+        raise AssertionError(f"{plan.backend} plans no latent rows")
+
+
+BACKEND: AttentionBackend = Fa4()
+
+
+class _Prepared(NamedTuple):
+    """A batch's calls with their prefix sums on the device."""
+
+    calls: tuple[tuple[Part, Tensor, Tensor], ...]
+    blank: tuple[slice, ...]
+
+
+def _prepare(plan: AttentionPlan, meta: VarlenMetadata, device: torch.device) -> _Prepared:
+    site = plan.shape.site
+    made = cut(site.causal, site.window is not None, meta)
+    calls: list[tuple[Part, Tensor, Tensor]] = []
+    for part in made.parts:
+        mine = part.q_lens == meta.q_lens and part.kv_lens == meta.kv_lens
+        cu_q = meta.cu_q if mine else prefix_sums(part.q_lens, device)
+        cu_kv = meta.cu_kv if mine else prefix_sums(part.kv_lens, device)
+        calls.append((part, cu_q, cu_kv))
+    return _Prepared(tuple(calls), made.blank)
+
+
+def _results(plan: AttentionPlan, q_THD: Tensor) -> tuple[Tensor, Tensor]:
+    num_tokens, site = q_THD.shape[0], plan.shape.site
+    out_THE = q_THD.new_empty((num_tokens, site.num_q_heads, site.head_dim_v))
+    lse_HT = q_THD.new_empty((site.num_q_heads, num_tokens), dtype=torch.float32)
+    return out_THE, lse_HT
+
+
+class _Call(NamedTuple):
+    """`lengths`: prefix sums of queries and (packed) of keys, (paged) lengths of keys and table."""
+
+    q_THD: Tensor
+    k: Tensor
+    v: Tensor
+    out_THE: Tensor
+    lse_HT: Tensor
+    lengths: tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]
+
+
+def _run(plan: AttentionPlan, causal: bool, call: _Call, sink_H: Tensor | None) -> None:
+    kernels = kernels_of(launch_of(plan, causal))
+    if plan.max_splits == 1:
+        kernels.forward(*forward_arguments(plan, causal, call, sink_H))
+        return
+    assert kernels.combine is not None, "compiled with its splits"
+    sizes = (plan.max_splits, *call.out_THE.shape), (plan.max_splits, *call.lse_HT.shape)
+    part_XTHE, part_XHT = (
+        torch.empty(size, dtype=torch.float32, device=call.q_THD.device) for size in sizes
+    )
+    parts = call._replace(out_THE=part_XTHE, lse_HT=part_XHT)
+    kernels.forward(*forward_arguments(plan, causal, parts, sink_H))
+    joined = (part_XTHE, part_XHT.transpose(1, 2), call.out_THE, call.lse_HT.t())
+    kernels.combine(*joined, call.lengths[0], None, None, None, None)
+
+
+def forward_arguments(
+    plan: AttentionPlan, causal: bool, call: _Call, sink_H: Tensor | None
+) -> tuple[Any, ...]:
+    """Of the compiled kernel, in the order of `attention.fa4.RELEASE`; SM100's takes more."""
+    site = plan.shape.site
+    cu_q, cu_kv, kv_lens, table = call.lengths
+    after = None if site.window is None else (0 if causal else site.window)
+    blackwell = plan.tmem_columns > 0
+    return (
+        *call[:5],
+        site.scale,
+        cu_q,
+        cu_kv,
+        None,  # used queries
+        kv_lens,
+        table,
+        site.window,
+        after,
+        sink_H,
+        *((None,) if blackwell else ()),  # scales of 8-bit inputs
+        None,  # block sparsity
+        _no_extras(),
+        *((None,) * 7 if blackwell else (None, None)),  # another kernel's schedule
+        *((plan.shape.max_q_len,) if blackwell else ()),
+    )
+
+
+@cache
+def _no_extras() -> Any:
+    return import_module("flash_attn.cute.utils").AuxData(None, None)
+
+
+def _check(
+    plan: AttentionPlan,
+    q_THD: Tensor,
+    k: Tensor,
+    v: Tensor,
+    meta: VarlenMetadata | PagedMetadata,
+    sink_H: Tensor | None,
+) -> None:
+    """The call is the one that was planned."""
+    shape, site = plan.shape, plan.shape.site
+    assert q_THD.shape == (sum(meta.q_lens), site.num_q_heads, site.head_dim), q_THD.shape
+    for t in (q_THD, k, v):
+        assert str(t.dtype) == f"torch.{shape.dtype}", f"{t.dtype}, planned {shape.dtype}"
+        assert _is_wide(t), f"strides {t.stride()}: rows start at borders of {WIDE_BYTES} bytes"
+    assert k.shape[-2:] == (site.num_kv_heads, site.head_dim), k.shape
+    assert v.shape[-2:] == (site.num_kv_heads, site.head_dim_v), v.shape
+    assert meta.batch <= shape.batch, f"{meta.batch} sequences, planned {shape.batch}"
+    assert meta.max_q_len <= shape.max_q_len, f"{meta.max_q_len}, planned {shape.max_q_len}"
+    assert meta.max_kv_len <= shape.max_kv_len, f"{meta.max_kv_len}, planned {shape.max_kv_len}"
+    assert site.sink == (sink_H is not None), f"sink planned: {site.sink}"
+    if isinstance(meta, PagedMetadata):
+        assert meta.page_size == shape.page_size, f"{meta.page_size}, {shape.page_size}"
+        assert k.shape[1] == v.shape[1] == meta.page_size, f"pages of {k.shape[1]}"
+        assert len(meta.block_table) == meta.batch, meta.block_table.shape
+        assert meta.block_table.stride(-1) == 1, meta.block_table.stride()
+        for q_len, kv_len in zip(meta.q_lens, meta.kv_lens, strict=True):
+            assert q_len <= kv_len, f"{q_len} queries are the last of {kv_len} keys"
+
+
+def _is_wide(t: Tensor) -> bool:
+    size = t.element_size()
+    return (
+        t.stride(-1) == 1
+        and t.data_ptr() % WIDE_BYTES == 0
+        and all(s > 0 and s * size % WIDE_BYTES == 0 for s in t.stride()[:-1])
+    )
