@@ -276,6 +276,9 @@ def test_e4m3_keys_need_a_gpu_that_converts_them():
     assert "compute capability 80" in found.saw
     (found,) = plan(replace(DECODE, kv_dtype="float16"), find("L40S"))
     assert found.saw == "float16 with queries in bfloat16"
+    packed = replace(shape, phase=Phase.PREFILL, page_size=None)
+    (found,) = plan(packed, find("L40S"))
+    assert found.saw == "float8_e4m3fn in phase prefill"
 
 
 @given(dim=st.integers(1, 1024))

@@ -315,6 +315,13 @@ SHAPE_RULES: tuple[ShapeRule, ...] = (
         "use one of these",
     ),
     ShapeRule(
+        "kv_dtype",
+        lambda s: s.phase in PAGED or s.kv_dtype in (None, s.dtype),
+        "{shape.kv_dtype} in phase {shape.phase}",
+        "only pages are stored in another dtype",
+        "leave kv_dtype out",
+    ),
+    ShapeRule(
         "window",
         lambda s: s.site.window is None or s.site.window >= 0,
         "{site.window}",

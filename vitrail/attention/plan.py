@@ -22,7 +22,7 @@ from vitrail.attention.legality import (
     finding,
     shape_findings,
 )
-from vitrail.attention.shape import PAGED, AttentionShape, AttentionSite, KvDType, Phase
+from vitrail.attention.shape import PAGED, AttentionShape, AttentionSite, Phase
 from vitrail.attention.tiles import (
     Choice,
     Choose,
@@ -32,7 +32,7 @@ from vitrail.attention.tiles import (
 )
 from vitrail.config.finding import Finding, accept
 from vitrail.config.hardware import Hardware
-from vitrail.config.model import DType
+from vitrail.config.model import DType, KvDType
 
 
 class Backend(NamedTuple):
@@ -280,8 +280,8 @@ def _plan_kernel(name: str, shape: AttentionShape, c: Choice) -> AttentionPlan:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanLimits:
     """The bounds an engine plans for. `page_size` None: an encoder without a cache; then a
-    sequence's queries are its keys and `max_q_len` is not used. `kv_dtype` and `batch_invariant`
-    as in `AttentionShape`."""
+    sequence's queries are its keys and `max_q_len` is not used. `kv_dtype`: what the pages
+    hold. `batch_invariant` as in `AttentionShape`."""
 
     dtype: DType
     page_size: int | None
@@ -358,7 +358,7 @@ def _bucket(
         batch=batch,
         max_q_len=max_q_len,
         max_kv_len=kv_len,
-        kv_dtype=limits.kv_dtype,
+        kv_dtype=limits.kv_dtype if phase in PAGED else None,
         batch_invariant=limits.batch_invariant,
     )
 
