@@ -276,6 +276,8 @@ def test_e4m3_keys_need_a_gpu_that_converts_them():
     assert "compute capability 80" in found.saw
     (found,) = plan(replace(DECODE, kv_dtype="float16"), find("L40S"))
     assert found.saw == "float16 with queries in bfloat16"
+    (found,) = plan(replace(shape, dtype="float32"), find("H200"), "triton")
+    assert found.saw == "e4m3 keys and values under queries of 4 bytes (triton, cc 90)"
     packed = replace(shape, phase=Phase.PREFILL, page_size=None)
     (found,) = plan(packed, find("L40S"))
     assert found.saw == "float8_e4m3fn in phase prefill"

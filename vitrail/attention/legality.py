@@ -218,6 +218,14 @@ TRITON_RULES: tuple[Rule, ...] = (
         "89 or newer converts e4m3",
         "store keys and values as bfloat16",
     ),
+    Rule(
+        "triton_e4m3_dtype",
+        "dtype",
+        lambda f, c: (f.kv_bytes > 1) | (f.half == 1),
+        "e4m3 keys and values under queries of {f.q_bytes} bytes",
+        "e4m3 is converted to bfloat16 or float16; as float32 a tile leaves the registers",
+        "compute in bfloat16, or use the reference backend",
+    ),
 )
 
 CUTE_RULES: tuple[Rule, ...] = (

@@ -103,7 +103,8 @@ class KvPool:
 def quantized(x: Tensor, scale: float) -> Tensor:
     """x / scale as e4m3, to the nearest, ties to even. Finite values beyond 448 saturate; what is
     not finite becomes NaN, so that a fault stays one (e4m3 has no infinity)."""
-    near = (x.float() / scale).clamp(-E4M3_MAX, E4M3_MAX)
+    # A product: some devices divide by a number so, and codes are to be the same on all.
+    near = (x.float() * (1 / scale)).clamp(-E4M3_MAX, E4M3_MAX)
     return near.masked_fill(~x.isfinite(), torch.nan).to(E4M3)
 
 
