@@ -9,6 +9,7 @@ from bisect import bisect_left
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from functools import lru_cache
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -26,6 +27,7 @@ from vitrail.attention.shape import PAGED, AttentionShape, AttentionSite, Phase
 from vitrail.attention.tiles import (
     Choice,
     Choose,
+    Facts,
     choose_cute,
     choose_triton,
     facts,
@@ -59,6 +61,8 @@ CUDA_ORDER = ("reference",)
 # The reference holds at most this many bytes of fp32 scores, and of fp32 keys and values, at once.
 REFERENCE_SCORE_BYTES = 64 << 20
 REFERENCE_KEY_BYTES = 64 << 20
+# Plans kept: those of an engine's start-up, and of one beside it.
+CACHED_PLANS = 4096
 
 
 class Loader(StrEnum):
@@ -136,30 +140,55 @@ def plan(
     shape: AttentionShape, gpu: Hardware, prefer: str | None = None
 ) -> AttentionPlan | list[Finding]:
     """The plan for `shape` on `gpu`, or every reason why there is none. `prefer` names a backend;
-    one that cannot run the shape is refused, never replaced."""
-    found = [*_preference_findings(prefer), *shape_findings(shape)]
+    one that cannot run the shape is refused, never replaced. Equal arguments, the same plan."""
+    made = _planned(shape, gpu, prefer)
+    return made if isinstance(made, AttentionPlan) else list(made)
+
+
+@lru_cache(maxsize=CACHED_PLANS)
+def _planned(
+    shape: AttentionShape, gpu: Hardware, prefer: str | None
+) -> AttentionPlan | tuple[Finding, ...]:
+    found = (*_preference_findings(prefer), *shape_findings(shape))
     if found:
         return found
+    refused: list[_Refused] = []
+    f = facts(shape, gpu)
     for name in (prefer,) if prefer else order(gpu):
-        made = plan_on(name, shape, gpu)
+        made = _attempt(name, shape, gpu, f)
         if isinstance(made, AttentionPlan):
             return made
-        found += made
-    return found
+        refused.append(made)
+    return tuple(found for why in refused for found in why.findings(shape))
 
 
 def plan_on(name: str, shape: AttentionShape, gpu: Hardware) -> AttentionPlan | list[Finding]:
     """As `plan`, for a shape without findings of its own, on one backend, whether or not it has a
     module."""
+    made = _attempt(name, shape, gpu, facts(shape, gpu))
+    return made if isinstance(made, AttentionPlan) else made.findings(shape)
+
+
+class _Refused(NamedTuple):
+    """Rules that a backend's choice breaks. Their sentences are written where somebody reads
+    them."""
+
+    backend: str
+    rules: list[Rule]
+    facts: Facts
+    choice: Choice
+
+    def findings(self, shape: AttentionShape) -> list[Finding]:
+        return [finding(r, shape, self.backend, self.facts, self.choice) for r in self.rules]
+
+
+def _attempt(name: str, shape: AttentionShape, gpu: Hardware, f: Facts) -> AttentionPlan | _Refused:
     if name == "reference":
         return _plan_reference(shape, gpu)
     backend = KERNEL_BACKENDS[name]
-    f = facts(shape, gpu)
     c = backend.choose(f)
-    refused = broken(backend.rules, f, c)
-    if refused:
-        return [finding(rule, shape, name, f, c) for rule in refused]
-    return _plan_kernel(name, shape, c)
+    rules = broken(backend.rules, f, c)
+    return _Refused(name, rules, f, c) if rules else _plan_kernel(name, shape, c)
 
 
 def passed_over(made: AttentionPlan, gpu: Hardware, names: tuple[str, ...]) -> list[Finding]:
