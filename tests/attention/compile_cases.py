@@ -47,9 +47,8 @@ CASES = {
     "vision_128": (site(8, 8, 128, 128, causal=False), Phase.ENCODE, None),
     "qwen": (site(28, 4, 128, 128), Phase.DECODE, 16),
 }
-# The same over pages of e4m3.
-E4M3 = ("gqa", "wide", "mla16", "mla128", "extend", "mla_extend", "gemma", "wide_page_1")
-NAMES = (*CASES, *(f"{name}_e4m3" for name in E4M3))
+# Every case with pages, over pages of e4m3 as well.
+NAMES = (*CASES, *(f"{name}_e4m3" for name, (_, _, page) in CASES.items() if page))
 
 
 def planned(name: str, gpu: Hardware) -> AttentionPlan:
