@@ -26,6 +26,7 @@ ENGINE = {
     "--max-step-tokens",
     "--page-size",
     "--kv-cache-bytes",
+    "--kv-cache-dtype",
     "--memory-fraction",
     "--encoder-patches",
     "--encoder-cache-bytes",
@@ -99,6 +100,7 @@ def test_help_and_bad_flags_are_quick_and_import_no_torch():
         (["serve", "--nope"], 2),
         (["serve", "--http", "other"], 2),
         (["serve", "--device", "tpu"], 2),
+        (["serve", "--kv-cache-dtype", "fp8"], 2),
         (["nope"], 2),
         ([], 2),
     ):
@@ -157,6 +159,14 @@ def test_generate_answers_a_prompt_about_a_picture(folder: Path):
     bare = vitrail("generate", "--model", str(folder))
     assert bare.returncode == 2
     assert "a prompt is needed" in bare.stderr
+
+
+def test_generate_with_a_cache_of_e4m3(folder: Path):
+    args = ("generate", "hello", "--max-tokens", "6", "--model", str(folder), *SMALL)
+    done = vitrail(*args, "--kv-cache-dtype", "fp8_e4m3", VITRAIL_LOG="info")
+    assert done.returncode == 0, done.stderr
+    assert "answer:   " in done.stdout
+    assert "pages of fp8_e4m3" in done.stderr
 
 
 def test_chat_remembers_and_forgets(folder: Path):

@@ -47,12 +47,14 @@ CASES = {
     "vision_128": (site(8, 8, 128, 128, causal=False), Phase.ENCODE, None),
     "qwen": (site(28, 4, 128, 128), Phase.DECODE, 16),
 }
+# Every case with pages, over pages of e4m3 as well.
+NAMES = (*CASES, *(f"{name}_e4m3" for name, (_, _, page) in CASES.items() if page))
 
 
 def planned(name: str, gpu: Hardware) -> AttentionPlan:
     if name == "too_big":
         return replace(planned("mla128", gpu), tile_n=64)
-    where, phase, page = CASES[name]
+    where, phase, page = CASES[name.removesuffix("_e4m3")]
     assert (page is not None) == (phase in PAGED)
     shape = AttentionShape(
         site=where,
@@ -62,12 +64,14 @@ def planned(name: str, gpu: Hardware) -> AttentionPlan:
         batch=32,
         max_q_len=1 if phase is Phase.DECODE else 8192,
         max_kv_len=8192,
+        kv_dtype="float8_e4m3fn" if name.endswith("_e4m3") else None,
     )
     return accept(plan(shape, gpu, "triton"))
 
 
 def main() -> None:
-    gpu, names = find(sys.argv[1]), sys.argv[2:] or list(CASES)
+    gpu = find(sys.argv[1])
+    names = sys.argv[2:] or [n for n in NAMES if gpu.cc >= 89 or not n.endswith("_e4m3")]
     plans = [planned(name, gpu) for name in names]
     taken = {}
     for name, made in zip(names, plans, strict=True):

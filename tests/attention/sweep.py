@@ -93,7 +93,7 @@ PACKED: tuple[Site, ...] = (
 )
 
 # (bytes of a query, of a key; half precision; bfloat16)
-DTYPES = ((2, 2, 1, 1), (2, 2, 1, 0), (2, 1, 1, 1), (4, 4, 0, 0))
+DTYPES = ((2, 2, 1, 1), (2, 2, 1, 0), (2, 1, 1, 1), (2, 1, 1, 0), (4, 4, 0, 0), (4, 1, 0, 0))
 PAGES = (1, 2, 3, 4, 7, 8, 9, 15, 16, 17, 32, 48, 63, 64, 65, 80, 96, 127, 128, 129, 192, 255, 256)
 Q_LENS = (*range(1, 34), 500, 8192)
 BATCHES = (1, 7, 64, 256)
@@ -104,6 +104,7 @@ PATCHES = (1, 63, 256, 1024, 4356, 4900, 16384, 65536)
 # Where a planner may refuse a model of ours.
 EXCUSED: dict[str, Callable[[Facts], Any]] = {
     "triton_e4m3": lambda f: (f.kv_bytes == 1) & (f.cc < 89),
+    "triton_e4m3_dtype": lambda f: (f.kv_bytes == 1) & (f.half == 0),
     # 8,192 latent queries of 128 heads at once, or splits that may not follow the batch.
     "workspace": lambda f: (f.invariant == 1) | ((f.latent > 0) & (f.batch * f.q_len >= 8192)),
 }

@@ -168,6 +168,21 @@ def test_a_table_s_shapes_are_those_of_its_limits():
     assert not table.warnings
 
 
+def test_packed_keys_are_in_the_queries_dtype_whatever_the_pages_hold():
+    """Expanded from e4m3 pages, they are not stored again."""
+    limits = replace(LIMITS, dtype="bfloat16", kv_dtype="float8_e4m3fn")
+    table = make_table([(SITE, Phase.PREFILL), (SITE, Phase.EXTEND)], limits, GPU, "triton")
+    assert table.select(SITE, Phase.PREFILL, 3, 900).shape.kv_dtype is None
+    assert table.select(SITE, Phase.EXTEND, 3, 900).shape.kv_dtype == "float8_e4m3fn"
+
+
+def test_e4m3_pages_on_a_gpu_that_cannot_convert_them_are_refused_at_start_up():
+    limits = replace(LIMITS, dtype="bfloat16", kv_dtype="float8_e4m3fn")
+    with pytest.raises(Refused) as refused:
+        make_table([(SITE, Phase.DECODE)], limits, find("A100"), "triton")
+    assert {f.code for f in refused.value.findings} == {"attention_triton_e4m3"}
+
+
 def test_an_encoder_is_planned_for_whole_pictures():
     site = replace(SITE, causal=False)
     limits = replace(LIMITS, page_size=None)

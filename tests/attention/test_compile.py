@@ -35,7 +35,7 @@ def compiled(names: list[str], gpu: str) -> dict:
 
 
 # Which sites CI compiles; the nightly run compiles all of them for every GPU.
-CI = ["gqa", "wide", "mla16", "mla128", "vision", "prefill", "extend"]
+CI = ["gqa", "wide", "mla16", "mla128", "vision", "prefill", "extend", "gqa_e4m3", "mla128_e4m3"]
 
 
 @pytest.mark.parametrize("gpu", ["H200", "B300"])

@@ -18,6 +18,7 @@ from vitrail.attention.chunked import attend_chunks
 from vitrail.attention.fa4 import RELEASE, is_before
 from vitrail.attention.metadata import gather_slots, varlen_metadata, with_chunks
 from vitrail.attention.plan import (
+    CUTLASS_RELEASE,
     AttentionPlan,
     PlanLimits,
     make_table,
@@ -31,7 +32,7 @@ from vitrail.config.hardware import CPU, GPUS, find
 
 H200, B300 = find("H200"), find("B300")
 HERE = torch.device("cpu")
-INSTALLED = {"fa4": RELEASE}
+INSTALLED = {"fa4": RELEASE, "cute": CUTLASS_RELEASE}
 
 
 def site(heads: int, kv_heads: int, dim: int, dim_v: int, **more) -> AttentionSite:
@@ -90,15 +91,14 @@ SITES = [
 
 def test_a_table_says_once_that_it_is_not_installed_and_takes_the_next():
     table = make_table(SITES, LIMITS, H200, None)
-    (warning,) = table.warnings
-    assert warning.severity == "warning"
-    assert "not installed" in warning.saw
-    assert f"flash-attn-4=={RELEASE}" in warning.change
+    assert {w.severity for w in table.warnings} == {"warning"}
+    assert [w.code for w in table.warnings] == ["fa4_not_installed", "cutlass_not_installed"]
+    assert f"flash-attn-4=={RELEASE}" in table.warnings[0].change
     assert table.select(*SITES[0], 1, 1).backend == "triton"
     with_it = make_table(SITES, LIMITS, H200, None, INSTALLED)
     assert not with_it.warnings
     backends = [with_it.select(*where, 64, 20_000).backend for where in SITES]
-    assert backends == ["fa4", "fa4", "triton"]
+    assert backends == ["fa4", "fa4", "cute"]
 
 
 def test_preferred_and_not_installed_is_refused():

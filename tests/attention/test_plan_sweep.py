@@ -37,6 +37,19 @@ def test_every_plan_is_legal(name):
         assert not seen.missed
 
 
+def test_e4m3_is_swept_under_every_dtype_and_planned_in_half_precision():
+    assert {kind[::2] for kind in sw.DTYPES if kind[1] == 1} == {(2, 1), (4, 0)}
+    rules, planned = KERNEL_BACKENDS["triton"].rules, set()
+    for _, f in sw.cases(sw.FEW):
+        c, e4m3 = choose_triton(f), (f.kv_bytes == 1) & (f.kv_len >= 0)
+        legal = sw.truth(e4m3, np.broadcast_shapes(*(np.shape(x) for x in f)))
+        for rule in rules:
+            legal = legal & rule.holds(f, c)
+        if legal.any():
+            planned.add((f.cc, f.latent > 0))
+    assert planned == {(cc, latent) for cc in (89, 90, 103, 120) for latent in (False, True)}
+
+
 def altered(choose: Choose, **changes) -> Choose:
     """`choose` with fields computed by faulty rules of (facts, choice)."""
 
@@ -84,6 +97,7 @@ MUTATIONS: dict[str, tuple[str, Choose]] = {
     "invariant": ("triton", altered(choose_triton, item_pages=lambda f, c: 0)),
     "triton_arch": ("triton", choose_triton),
     "triton_e4m3": ("triton", choose_triton),
+    "triton_e4m3_dtype": ("triton", choose_triton),
     "cute_arch": ("cute", choose_cute),
     "cute_phase": ("cute", choose_cute),
     "cute_dtype": ("cute", choose_cute),

@@ -47,6 +47,7 @@ def test_a_choice_out_of_range_is_named_with_its_value(field: str, value: object
         ("device", "CPU"),
         ("dtype", "fp32"),
         ("weights", "randm"),
+        ("kv_cache_dtype", "float8_e4m3fn"),
         ("max_running", 2.5),
         ("max_running", "8"),
         ("page_size", True),

@@ -1,17 +1,19 @@
-"""Our kernels on a CUDA device: half precision against float64, page pools past 2^31
-elements, graphs whose records are replaced, memory that held NaN."""
+"""Our kernels on a CUDA device: half precision, over pages of the same and of e4m3, against
+float64; page pools past 2^31 elements, graphs whose records are replaced, memory that held NaN."""
 
 import pytest
 import torch
 
 from tests.attention.dense_attention import dense_packed, paged
-from vitrail.attention.backend import load_backend
+from vitrail.attention.backend import UNSCALED, load_backend
 from vitrail.attention.installed import releases
 from vitrail.attention.metadata import PagedMetadata, paged_metadata, varlen_metadata
 from vitrail.attention.plan import DISTRIBUTIONS, AttentionPlan, plan
 from vitrail.attention.shape import PAGED, AttentionShape, AttentionSite, Phase
+from vitrail.cache.kv_pool import dequantized, quantized
 from vitrail.config.finding import accept
 from vitrail.config.hardware import from_device
+from vitrail.config.model import KvScales
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda")
@@ -44,6 +46,7 @@ def planned(
     page: int = 16,
     dtype: str = "bfloat16",
     name: str = "triton",
+    kv_dtype: str | None = None,
 ) -> AttentionPlan:
     if name == "cute" and not on_hopper():
         pytest.skip("the kernel is made of Hopper's instructions")
@@ -60,6 +63,7 @@ def planned(
         batch=len(q_lens),
         max_q_len=max(q_lens),
         max_kv_len=max(kv_lens),
+        kv_dtype=kv_dtype,
     )
     return accept(plan(shape, gpu, name, releases()))
 
@@ -111,10 +115,10 @@ def held(got, q, k, v, where, q_lens, kv_lens, sink=None) -> None:
     assert (got.lse.double().cpu() - lse).abs().max() <= 1e-3
 
 
-def run_paged(made: AttentionPlan, q, k, v, meta: PagedMetadata, sink=None):
+def run_paged(made: AttentionPlan, q, k, v, meta: PagedMetadata, sink=None, scales=UNSCALED):
     if made.shape.site.latent_rank:
-        return backend(made).latent(made, q, k[:, :, 0], meta)
-    return backend(made).paged(made, q, k, v, meta, sink)
+        return backend(made).latent(made, q, k[:, :, 0], meta, scales)
+    return backend(made).paged(made, q, k, v, meta, sink, scales)
 
 
 def on_gpu(k, v, q_lens, kv_lens, page: int):
@@ -177,6 +181,68 @@ def test_several_queries(kernels, phase, name):
         run_paged(made, q.to(CUDA), pool_k, pool_v, meta, sink),
         q, k, v, where, q_lens, kv_lens, sink,
     )  # fmt: skip
+
+
+def e4m3_gpu() -> None:
+    if torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("converts no e4m3: compute capability 89 or newer does")
+
+
+def held_over(kind: tuple[str, str | None], where, phase: Phase, q_lens, kv_lens, page: int):
+    """`held`, for (dtype, kv_dtype). Scales are powers of two, so that what the pages stand for is
+    exact in half precision and torch computes with the same values."""
+    dtype, kv_dtype = kind
+    q, k, v = inputs(where, q_lens, kv_lens, getattr(torch, dtype))
+    sink = torch.linspace(-1, 1, where.num_q_heads, device=CUDA) if where.sink else None
+    scales, stored = UNSCALED, (k, v)
+    if kv_dtype is not None:
+        e4m3_gpu()
+        scales = KvScales(0.25, 0.25 if where.latent_rank else 2.0)
+        stored = (quantized(k, scales.k), quantized(v, scales.v))
+        k, v = (dequantized(t, s, q.dtype) for t, s in zip(stored, scales, strict=True))
+    made = planned(where, phase, q_lens, kv_lens, page, dtype, kv_dtype)
+    pool_k, pool_v, meta = on_gpu(*stored, q_lens, kv_lens, page)
+    got = run_paged(made, q.to(CUDA), pool_k, pool_v, meta, sink, scales)
+    held(got, q, k, v, where, q_lens, kv_lens, sink)
+
+
+KINDS = [("float16", None), ("float16", "float8_e4m3fn"), ("bfloat16", "float8_e4m3fn")]
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda k: "-".join(filter(None, k)))
+@pytest.mark.parametrize(
+    ("name", "page"),
+    [*((name, 64) for name in DECODES), ("gqa", 1), ("gqa", 16), ("mla16", 1), ("mla16", 16)],
+)
+def test_decode_in_other_dtypes(name, page, kind):
+    kv_lens = [2500, 1, 63, 64, 65, 700]
+    held_over(kind, DECODES[name], Phase.DECODE, [1] * len(kv_lens), kv_lens, page)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda k: "-".join(filter(None, k)))
+@pytest.mark.parametrize("name", ["gqa", "window_sink", "mla16", "mla128"])
+@pytest.mark.parametrize("phase", PAGED)
+def test_several_queries_in_other_dtypes(name, phase, kind):
+    q_lens, kv_lens = [3, 17, 32, 1, 2], [3, 900, 300, 5, 700]
+    if phase is Phase.EXTEND:
+        q_lens, kv_lens = [*q_lens, 200], [*kv_lens, 333]
+    held_over(kind, DECODES[name], phase, q_lens, kv_lens, 16)
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.37])
+def test_e4m3_rows_are_written_as_on_a_cpu(scale):
+    """Code by code: ties, saturation, subnormal values and what is not finite."""
+    g = torch.Generator().manual_seed(2)
+    x = torch.randn(40, 1000, generator=g) * 2.0 ** torch.arange(-14, 12).repeat(40)[:1000]
+    every = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()[:127]
+    ties = (every[1:] + every[:-1]) / 2 * scale
+    odd = torch.tensor([torch.inf, -torch.inf, torch.nan, 464.0, 465.0, 3e38, 0.0, -0.0])
+    x = torch.cat([x.flatten(), ties, -ties, odd])
+    codes = quantized(x.to(CUDA), scale).view(torch.uint8).cpu()
+    want = quantized(x, scale)
+    nan = want.float().isnan()
+    assert torch.equal(codes[~nan], want.view(torch.uint8)[~nan])
+    assert (codes[nan] & 127 == 127).all()
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

@@ -1,5 +1,5 @@
-"""The engine on a CUDA device with the reference backend: golden parity in fp32, the demo model in
-bf16 against fp32, memory as planned."""
+"""The engine on a CUDA device: golden parity in fp32, the demo model in bf16 and over a cache of
+e4m3 against fp32, memory as planned."""
 
 from pathlib import Path
 
@@ -50,3 +50,19 @@ def test_bf16_agrees_with_fp32_on_teacher_forced_positions():
     fp32 = LLM(DEMO, device="cpu").score(ids)
     bf16 = LLM(DEMO, device="cuda", kv_cache_bytes=64 << 20).score(ids)
     assert (fp32.argmax(-1) == bf16.argmax(-1)).mean() >= 0.95
+
+
+@pytest.mark.parametrize("attention", ["reference", "triton"])
+def test_a_cache_of_e4m3_agrees_with_fp32_and_takes_half_the_bytes(attention: str):
+    """On a CPU 94.5 % of these positions agree, in bf16 as in fp32."""
+    if torch.cuda.get_device_capability() < (8, 9) and attention == "triton":
+        pytest.skip("converts no e4m3: compute capability 89 or newer does")
+    ids = np.random.default_rng(0).integers(0, 256, 600).tolist()
+    fp32 = LLM(DEMO, device="cpu").score(ids)
+    choices = {"device": "cuda", "kv_cache_bytes": 16 << 20, "attention": attention}
+    plain, e4m3 = (LLM(DEMO, **choices, kv_cache_dtype=kind) for kind in ("auto", "fp8_e4m3"))
+    assert (fp32.argmax(-1) == e4m3.score(ids).argmax(-1)).mean() >= 0.9
+    assert e4m3.engine.stats().num_pages >= 2 * plain.engine.stats().num_pages
+    prompts = [{"prompt_token_ids": ids[: 100 + 50 * i]} for i in range(4)]
+    together = [g.outputs[0].token_ids for g in e4m3.generate(prompts, GREEDY)]
+    assert all(len(tokens) == 12 for tokens in together)

@@ -246,6 +246,19 @@ def test_step_ahead_launches_from_tokens_that_were_not_read(golden: Golden):
         assert ahead == [step_ahead] * 10
 
 
+def test_no_step_makes_a_plan(golden: Golden, monkeypatch: pytest.MonkeyPatch):
+    """All of them were made at start-up, for the tower and for the decoder."""
+    llm = golden_llm()
+
+    def too_late(*args: Any) -> Any:
+        raise AssertionError(f"planned in a step: {args}")
+
+    monkeypatch.setattr("vitrail.attention.plan._planned", too_late)
+    assert run(llm, [golden.prompt, *strangers(golden, 3)])[0] == golden.greedy
+    with pytest.raises(AssertionError, match="planned in a step"):
+        golden_llm()
+
+
 def test_more_prompts_than_the_queue_holds_are_all_answered(golden: Golden):
     llm = golden_llm(max_waiting=2, max_running=2)
     assert run(llm, [golden.prompt] * 9) == [golden.greedy] * 9

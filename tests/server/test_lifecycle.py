@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from tests.server.served import HTTP_KINDS, Served, wait_until
-from tests.server.sse import chat_body, frames
+from tests.server.sse import ask, chat_body, frames
 
 LONG = {"ignore_eos": True, "max_tokens": 7000}
 WRONG_KEYS = (
@@ -125,6 +125,16 @@ def test_an_engine_that_refuses_to_start_says_why(kimi_folder: Path, tmp_path: P
     said = Served(folder, "granian").refused()
     assert "vitrail: model.safetensors" in said
     assert "Rule:" in said
+
+
+def test_a_cache_of_e4m3_holds_a_token_a_byte_a_value(kimi_folder: Path):
+    """8 pages of 16 tokens, 3 layers, 17 + 6 channels: as fp32 they are two pages, and refused."""
+    small = ("--kv-cache-bytes", str(8 * 16 * 3 * 23), "--max-model-len", "128")
+    said = Served(kimi_folder, "granian", *small).refused()
+    assert "hold 2 pages of 16 tokens" in said
+    with Served(kimi_folder, "granian", *small, "--kv-cache-dtype", "fp8_e4m3") as server:
+        assert ask(server, max_tokens=5, ignore_eos=True)["usage"]["completion_tokens"] == 5
+        assert server.stop() == 0
 
 
 def test_a_port_in_use_is_refused_at_once(server: Served, kimi_folder: Path):

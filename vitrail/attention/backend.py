@@ -12,6 +12,9 @@ from torch import Tensor
 
 from vitrail.attention.metadata import PagedMetadata, VarlenMetadata
 from vitrail.attention.plan import BACKENDS, AttentionPlan
+from vitrail.config.model import KvScales
+
+UNSCALED = KvScales()
 
 
 class Attended(NamedTuple):
@@ -48,8 +51,10 @@ class AttentionBackend(Protocol):
         v_NPKE: Float[Tensor, "N P K E"],
         meta: PagedMetadata,
         sink_H: Float[Tensor, "H"] | None = None,
+        scales: KvScales = UNSCALED,
     ) -> Attended:
-        """Extend and decode phases: keys and values in pages (any strides)."""
+        """Extend and decode phases: keys and values in pages (any strides), stored as the plan's
+        `kv_dtype`; `scales`: what the stored ones are multiplied by."""
         ...
 
     def latent(
@@ -58,8 +63,10 @@ class AttentionBackend(Protocol):
         q_THC: Float[Tensor, "T H C"],
         cache_NPC: Float[Tensor, "N P C"],
         meta: PagedMetadata,
+        scales: KvScales = UNSCALED,
     ) -> Attended:
-        """Extend and decode over latent pages: out is in latent space, [T, H, R]."""
+        """Extend and decode over latent pages: out is in latent space, [T, H, R]. A row has one
+        scale: `scales.k` and `scales.v` are equal."""
         ...
 
 

@@ -218,6 +218,14 @@ TRITON_RULES: tuple[Rule, ...] = (
         "89 or newer converts e4m3",
         "store keys and values as bfloat16",
     ),
+    Rule(
+        "triton_e4m3_dtype",
+        "dtype",
+        lambda f, c: (f.kv_bytes > 1) | (f.half == 1),
+        "e4m3 keys and values under queries of {f.q_bytes} bytes",
+        "e4m3 is converted to bfloat16 or float16; as float32 a tile leaves the registers",
+        "compute in bfloat16, or use the reference backend",
+    ),
 )
 
 CUTE_RULES: tuple[Rule, ...] = (
@@ -326,6 +334,13 @@ SHAPE_RULES: tuple[ShapeRule, ...] = (
         "{shape.kv_dtype} with queries in {shape.dtype}",
         "keys and values are stored as the queries' dtype or as float8_e4m3fn",
         "use one of these",
+    ),
+    ShapeRule(
+        "kv_dtype",
+        lambda s: s.phase in PAGED or s.kv_dtype in (None, s.dtype),
+        "{shape.kv_dtype} in phase {shape.phase}",
+        "only pages are stored in another dtype",
+        "leave kv_dtype out",
     ),
     ShapeRule(
         "window",

@@ -230,6 +230,9 @@ def gather_slots(
     cache_NPX: Shaped[Tensor, "N P *X"], slots_S: Int[Tensor, "S"]
 ) -> Shaped[Tensor, "S *X"]:
     """Rows of a paged cache of any strides, by slot. Reads no other row, never copies the pool."""
+    if cache_NPX.element_size() == 1 and cache_NPX.dtype != torch.uint8:
+        # Not every build of torch gathers e4m3.
+        return gather_slots(cache_NPX.view(torch.uint8), slots_S).view(cache_NPX.dtype)
     page_size = cache_NPX.shape[1]
     if cache_NPX.stride(0) == page_size * cache_NPX.stride(1):
         return cache_NPX.flatten(0, 1).index_select(0, slots_S)

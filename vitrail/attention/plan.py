@@ -9,6 +9,7 @@ from bisect import bisect_left
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from functools import lru_cache
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -22,17 +23,18 @@ from vitrail.attention.legality import (
     finding,
     shape_findings,
 )
-from vitrail.attention.shape import PAGED, AttentionShape, AttentionSite, KvDType, Phase
+from vitrail.attention.shape import PAGED, AttentionShape, AttentionSite, Phase
 from vitrail.attention.tiles import (
     Choice,
     Choose,
+    Facts,
     choose_cute,
     choose_triton,
     facts,
 )
 from vitrail.config.finding import Finding, accept
 from vitrail.config.hardware import Hardware
-from vitrail.config.model import DType
+from vitrail.config.model import DType, KvDType
 
 
 class Backend(NamedTuple):
@@ -74,6 +76,8 @@ CUDA_ORDER = ("triton", "reference")
 # The reference holds at most this many bytes of fp32 scores, and of fp32 keys and values, at once.
 REFERENCE_SCORE_BYTES = 64 << 20
 REFERENCE_KEY_BYTES = 64 << 20
+# Plans kept: those of an engine's start-up, and of one beside it.
+CACHED_PLANS = 4096
 
 
 class Loader(StrEnum):
@@ -155,44 +159,75 @@ def plan(
 ) -> AttentionPlan | list[Finding]:
     """The plan for `shape` on `gpu`, or every reason why there is none. `prefer` names a backend;
     one that cannot run the shape is refused, never replaced. `installed`: releases of those that
-    need one, by backend."""
-    found = [*_preference_findings(prefer), *shape_findings(shape)]
+    need one, by backend. Equal arguments, the same plan."""
+    made = _planned(shape, gpu, prefer, tuple(sorted(installed.items())))
+    return made if isinstance(made, AttentionPlan) else list(made)
+
+
+@lru_cache(maxsize=CACHED_PLANS)
+def _planned(
+    shape: AttentionShape,
+    gpu: Hardware,
+    prefer: str | None,
+    installed: tuple[tuple[str, str], ...],
+) -> AttentionPlan | tuple[Finding, ...]:
+    found = (*_preference_findings(prefer), *shape_findings(shape))
     if found:
         return found
+    refused: list[_Refused] = []
+    f, releases = facts(shape, gpu), dict(installed)
     for name in (prefer,) if prefer else order(shape.phase, gpu):
-        made = plan_with(name, shape, gpu, installed)
+        made = _attempt(name, shape, gpu, f, releases)
         if isinstance(made, AttentionPlan):
             return made
-        found += made
-    return found
+        refused.append(made)
+    return tuple(found for why in refused for found in why.findings(shape))
 
 
-def plan_on(name: str, shape: AttentionShape, gpu: Hardware) -> AttentionPlan | list[Finding]:
-    """As `plan`, for a shape without findings of its own, on one backend, whether or not it has a
-    module."""
+def plan_on(
+    name: str, shape: AttentionShape, gpu: Hardware, installed: Mapping[str, str] | None = None
+) -> AttentionPlan | list[Finding]:
+    """As `plan`, for a shape without findings of its own, on one backend. `installed` None:
+    whatever is."""
+    made = _attempt(name, shape, gpu, facts(shape, gpu), installed)
+    return made if isinstance(made, AttentionPlan) else made.findings(shape)
+
+
+class _Refused(NamedTuple):
+    """Rules that a backend's choice breaks, or what is not installed. Their sentences are written
+    where somebody reads them."""
+
+    backend: str
+    rules: list[Rule]
+    facts: Facts
+    choice: Choice
+    releases: tuple[Finding, ...] = ()
+
+    def findings(self, shape: AttentionShape) -> list[Finding]:
+        broken = [finding(r, shape, self.backend, self.facts, self.choice) for r in self.rules]
+        return [*broken, *self.releases]
+
+
+def _attempt(
+    name: str, shape: AttentionShape, gpu: Hardware, f: Facts, installed: Mapping[str, str] | None
+) -> AttentionPlan | _Refused:
     if name == "reference":
         return _plan_reference(shape, gpu)
     backend = KERNEL_BACKENDS[name]
-    f = facts(shape, gpu)
     c = backend.choose(f)
-    refused = broken(backend.rules, f, c)
-    if refused:
-        return [finding(rule, shape, name, f, c) for rule in refused]
+    if rules := broken(backend.rules, f, c):
+        return _Refused(name, rules, f, c)
+    if installed is not None and name in DISTRIBUTIONS:
+        release = installed.get(name)
+        if lacking := tuple(_release_findings(name, release, f, c)):
+            return _Refused(name, [], f, c, lacking)
     return _plan_kernel(name, shape, c)
 
 
-def plan_with(
-    name: str, shape: AttentionShape, gpu: Hardware, installed: Mapping[str, str]
-) -> AttentionPlan | list[Finding]:
-    """As `plan_on`, where what the backend needs is installed."""
-    made = plan_on(name, shape, gpu)
-    if name == "fa4" and isinstance(made, AttentionPlan):
-        f = facts(shape, gpu)
-        return list(release_findings(installed.get(name), f, choose_fa4(f))) or made
-    if name == "cute" and isinstance(made, AttentionPlan):
-        release = installed.get(name)
-        return made if release == CUTLASS_RELEASE else [_other_cutlass(release)]
-    return made
+def _release_findings(name: str, release: str | None, f: Facts, c: Choice) -> Iterable[Finding]:
+    if name == "fa4":
+        return release_findings(release, f, c)
+    return () if release == CUTLASS_RELEASE else (_other_cutlass(release),)
 
 
 def _other_cutlass(release: str | None) -> Finding:
@@ -216,7 +251,7 @@ def passed_over(
     for name in names:
         if name == made.backend:
             break
-        refused = plan_with(name, made.shape, gpu, installed)
+        refused = plan_on(name, made.shape, gpu, installed)
         assert isinstance(refused, list), f"{name} plans {made.shape}"
         found += [replace(f, severity="warning") for f in refused]
     return found
@@ -328,8 +363,8 @@ def _plan_kernel(name: str, shape: AttentionShape, c: Choice) -> AttentionPlan:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanLimits:
     """The bounds an engine plans for. `page_size` None: an encoder without a cache; then a
-    sequence's queries are its keys and `max_q_len` is not used. `kv_dtype` and `batch_invariant`
-    as in `AttentionShape`."""
+    sequence's queries are its keys and `max_q_len` is not used. `kv_dtype`: what the pages
+    hold. `batch_invariant` as in `AttentionShape`."""
 
     dtype: DType
     page_size: int | None
@@ -408,7 +443,7 @@ def _bucket(
         batch=batch,
         max_q_len=max_q_len,
         max_kv_len=kv_len,
-        kv_dtype=limits.kv_dtype,
+        kv_dtype=limits.kv_dtype if phase in PAGED else None,
         batch_invariant=limits.batch_invariant,
     )
 

@@ -3,12 +3,8 @@ without torch. Lengths in tokens (or patches), sizes in elements."""
 
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Literal
 
-from vitrail.config.model import DType
-
-# What keys and values are stored as: the queries' dtype, or e4m3 with one scale a tensor.
-KvDType = DType | Literal["float8_e4m3fn"]
+from vitrail.config.model import DType, KvDType
 
 
 class Phase(StrEnum):
@@ -49,9 +45,9 @@ class AttentionSite:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionShape:
     """A site in a phase at a bucket: what a plan is made for. `page_size` is None where keys are
-    not paged. `max_kv_len` is the real upper bound of the bucket, never the pool's size. `kv_dtype`
-    None: keys and values are stored as `dtype`. `batch_invariant`: a sequence's sums are made in
-    an order that depends on its own lengths alone."""
+    not paged. `max_kv_len` is the real upper bound of the bucket, never the pool's size.
+    `kv_dtype`: what the pages hold; None: `dtype`, as packed keys always are. `batch_invariant`: a
+    sequence's sums are made in an order that depends on its own lengths alone."""
 
     site: AttentionSite
     phase: Phase

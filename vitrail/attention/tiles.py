@@ -242,10 +242,10 @@ def choose_triton(f: Facts) -> Choice:
     # A row of a tile: the query, its scores as an operand.
     query_bytes = (dim + 64) * f.q_bytes
     wide = (f.cc >= 90) & (f.cc < 120)  # matrix instructions of a whole warpgroup, 64 rows
-    # Rows: 16 to 128, no more than there are, than 64 fp32 registers a thread accumulate (latent
-    # tiles on wide GPUs: 128), and than leave room for two stages of 16 keys.
+    # Rows: 16 to 128, no more than there are, than 64 fp32 registers a thread accumulate (latents
+    # on wide GPUs: 128, but for converted keys) and than leave room for two stages of 16 keys.
     by_smem = (f.smem_block - 16 * ((2 + wide) * row_bytes + convert)) // query_bytes
-    by_registers = where(latent & wide, 32768, 16384) // dim_v
+    by_registers = where(latent & wide & (convert == 0), 32768, 16384) // dim_v
     limit = where(wide & (f.paged | (dim_v >= 128)), 128, 64)
     cap = least(least(by_registers, by_smem), limit)
     tile_m = least(power_of_two(f.q_len * group), most(power_of_two(cap + 1) // 2, 16))

@@ -1,10 +1,11 @@
 """What a layer keeps for each token: frozen facts, no torch. Layers of equal spec form a group."""
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
-from vitrail.config.model import DType
+from vitrail.config.model import KvDType
 
-ITEM_BYTES: dict[DType, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
+ITEM_BYTES: dict[KvDType, int] = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -14,7 +15,7 @@ class PagedKv:
     num_kv_heads: int
     head_dim: int
     head_dim_v: int
-    dtype: DType
+    dtype: KvDType
 
     def bytes_per_token(self) -> int:
         return self.num_kv_heads * (self.head_dim + self.head_dim_v) * ITEM_BYTES[self.dtype]
@@ -26,10 +27,15 @@ class LatentKv:
 
     latent_rank: int
     rope_dim: int
-    dtype: DType
+    dtype: KvDType
 
     def bytes_per_token(self) -> int:
         return (self.latent_rank + self.rope_dim) * ITEM_BYTES[self.dtype]
 
 
 LayerSpec = PagedKv | LatentKv
+
+
+def stored_as(specs: Sequence[LayerSpec], dtype: KvDType) -> list[LayerSpec]:
+    """The same layers, their keys and values kept as `dtype`."""
+    return [replace(spec, dtype=dtype) for spec in specs]

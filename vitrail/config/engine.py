@@ -12,6 +12,7 @@ from vitrail.config.finding import Finding
 
 Device = Literal["auto", "cpu", "cuda"]
 DTypeChoice = Literal["auto", "float32", "bfloat16", "float16"]
+KvCacheDType = Literal["auto", "fp8_e4m3"]
 Weights = Literal["checkpoint", "random"]
 
 GIB = 1 << 30
@@ -42,6 +43,9 @@ class EngineConfig:
     page_size: int = _opt(64, "tokens a page of the KV cache holds")
     kv_cache_bytes: int | None = _opt(
         None, "KV cache size; default 1 GiB on a CPU, what is left on a GPU"
+    )
+    kv_cache_dtype: KvCacheDType = _opt(
+        "auto", "what the KV cache holds: auto as computed, fp8_e4m3 one byte a value (scale 1)"
     )
     memory_fraction: float = _opt(0.9, "share of the GPU's memory that the engine may use")
     encoder_patches: int | None = _opt(

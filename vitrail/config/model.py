@@ -5,9 +5,19 @@ Units: sizes in elements, lengths in tokens, vision sizes in patches. Sources: f
 as its authors publish them; where engines disagree, the field says so."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 DType = Literal["float32", "bfloat16", "float16"]
+# What a cache stores keys and values as: the activations' dtype, or e4m3 with one scale a tensor.
+KvDType = DType | Literal["float8_e4m3fn"]
+
+
+class KvScales(NamedTuple):
+    """What a layer's stored keys and values are multiplied by: k = k_stored * scales.k. A latent
+    row is key and value at once, so there both are the same."""
+
+    k: float = 1.0
+    v: float = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,11 +22,11 @@ from vitrail.cache.encoder import EncoderCache
 from vitrail.cache.encoder_pool import EncoderPool
 from vitrail.cache.kv_pool import KvPool
 from vitrail.cache.manager import Manager
-from vitrail.cache.spec import ITEM_BYTES, LayerSpec
+from vitrail.cache.spec import ITEM_BYTES, LayerSpec, stored_as
 from vitrail.config.engine import GIB, EngineConfig, validate
 from vitrail.config.finding import Finding, Refused, accept, errors
 from vitrail.config.hardware import CPU, Hardware, from_device
-from vitrail.config.model import DType, ModelConfig
+from vitrail.config.model import DType, KvDType, ModelConfig
 from vitrail.engine.batch import BatchBuilder
 from vitrail.engine.checkpoint import Checkpoint
 from vitrail.engine.encode import ImageEncoder
@@ -86,16 +86,17 @@ def build_engine(
     image_plans = _image_plans(config, model, dtype, patches, hardware)
     _load(config, entry, model_config, model, checkpoint, device, progress)
     peak = _measure_encoder(model, image_plans, model_config, patches, device)
-    sizes = _sizes(config, model_config, model.cache_specs(), patches, device, peak)
+    sizes = _sizes(config, model_config, _specs(config, model), patches, device, peak)
     engine = _assemble(config, model_config, model, sizes, image_plans, device)
     log.info(
-        "ready in %.1f s: %s on %s in %s, %d KV tokens in %d pages",
+        "ready in %.1f s: %s on %s in %s, %d KV tokens in %d pages of %s",
         time.perf_counter() - began,
         checkpoint.architecture,
         hardware.name,
         dtype,
         sizes.cache.num_tokens,
         sizes.cache.num_pages,
+        dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype,
     )
     vision = model_config.vision
     facts = ServingFacts(
@@ -136,6 +137,16 @@ def _dtype(config: EngineConfig, model: ModelConfig, device: torch.device) -> DT
     if config.dtype != "auto":
         return config.dtype
     return "float32" if device.type == "cpu" else model.dtype
+
+
+def _kv_dtype(config: EngineConfig) -> KvDType | None:
+    """What the cache keeps; None: what the model computes in."""
+    return None if config.kv_cache_dtype == "auto" else "float8_e4m3fn"
+
+
+def _specs(config: EngineConfig, model: Model) -> Sequence[LayerSpec]:
+    kept, kv_dtype = model.cache_specs(), _kv_dtype(config)
+    return kept if kv_dtype is None else stored_as(kept, kv_dtype)
 
 
 def _encoder_patches(
@@ -265,8 +276,7 @@ def _assemble(
     image_plans: PlanTable,
     device: torch.device,
 ) -> Engine:
-    specs = model.cache_specs()
-    dtype = specs[0].dtype
+    specs, dtype = _specs(config, model), _dtype(config, model_config, device)
     pool = KvPool(specs, sizes.cache.num_pages, config.page_size, device)
     limits = PlanLimits(
         dtype=dtype,
@@ -274,6 +284,7 @@ def _assemble(
         max_batch=config.max_running,
         max_q_len=config.max_step_tokens,
         max_kv_len=sizes.max_model_len,
+        kv_dtype=_kv_dtype(config),
     )
     plans = _tell(make_table(model.text_sites(), limits, _hardware(device), config.attention))
     assert all(phase is not Phase.ENCODE for _, phase in model.text_sites())

@@ -22,6 +22,7 @@ from vitrail.attention.backend import load_backend
 from vitrail.attention.chunked import attend_chunks
 from vitrail.attention.metadata import PagedMetadata, gather_slots, with_chunks
 from vitrail.attention.shape import AttentionSite, Phase
+from vitrail.cache.kv_pool import dequantized
 from vitrail.cache.spec import LatentKv
 from vitrail.config.model import DType, MlaConfig, TextConfig
 from vitrail.layers.context import ForwardContext
@@ -127,7 +128,8 @@ class MlaAttention(nn.Module):
     def forward(
         self, x_TM: Float[Tensor, "T M"], rotary: Rotary, ctx: ForwardContext
     ) -> Float[Tensor, "T M"]:
-        """Writes the tokens' rows to the cache, then attends to everything written."""
+        """Writes the tokens' rows to the cache, then attends to everything written, as it was
+        stored."""
         q_THD = self.q_proj(x_TM).view(-1, self.num_heads, self.head_dim)
         q_THD = torch.cat((q_THD[..., : self.nope], rotary(q_THD[..., self.nope :])), dim=-1)
         row_TC = self.kv_a_proj(x_TM)
@@ -160,12 +162,12 @@ class MlaAttention(nn.Module):
     def _attend_expanded(
         self, q_THD: Float[Tensor, "T H D"], meta: PagedMetadata, ctx: ForwardContext
     ) -> Float[Tensor, "T H E"]:
-        cache_NPC = ctx.pool.latent(self.layer)
+        cache_NPC, scale = ctx.pool.latent(self.layer), ctx.pool.scales(self.layer).k
 
         def expand(
             slots_S: Int[Tensor, "S"],
         ) -> tuple[Float[Tensor, "S H D"], Float[Tensor, "S H E"]]:
-            row_SC = gather_slots(cache_NPC, slots_S)
+            row_SC = dequantized(gather_slots(cache_NPC, slots_S), scale, q_THD.dtype)
             latent_SR, k_pe_SP = row_SC[:, : self.rank], row_SC[:, self.rank :]
             k_SHN = self.k_b_proj(latent_SR).view(-1, self.num_heads, self.nope)
             v_SHE = self.v_b_proj(latent_SR).view(-1, self.num_heads, self.v_dim)
@@ -189,6 +191,6 @@ class MlaAttention(nn.Module):
         q_THR = torch.bmm(q_HTN, k_b_HNR).transpose(0, 1)
         q_THC = torch.cat((q_THR, q_THD[..., self.nope :]), dim=-1)
         plan = ctx.plans.select(self.absorbed, phase, meta.batch, meta.max_kv_len)
-        cache_NPC = ctx.pool.latent(self.layer)
-        out_THR = load_backend(plan.backend).latent(plan, q_THC, cache_NPC, meta).out
+        cache_NPC, scales = ctx.pool.latent(self.layer), ctx.pool.scales(self.layer)
+        out_THR = load_backend(plan.backend).latent(plan, q_THC, cache_NPC, meta, scales).out
         return torch.bmm(out_THR.transpose(0, 1), v_b_HER.transpose(1, 2)).transpose(0, 1)

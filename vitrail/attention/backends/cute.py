@@ -15,11 +15,12 @@ from cutlass import Float32, Int32, cute
 from jaxtyping import Float
 from torch import Tensor
 
-from vitrail.attention.backend import Attended, AttentionBackend
-from vitrail.attention.backends.triton import check, is_wide, join, prepare, scales
+from vitrail.attention.backend import UNSCALED, Attended, AttentionBackend
+from vitrail.attention.backends.triton import check, factors, is_wide, join, prepare
 from vitrail.attention.kernels.decode_sm90 import DecodeSm90, Spec
 from vitrail.attention.metadata import PagedMetadata, VarlenMetadata
 from vitrail.attention.plan import AttentionPlan, Loader
+from vitrail.config.model import KvScales
 
 
 def spec(plan: AttentionPlan) -> Spec:
@@ -103,8 +104,10 @@ class Cute:
         v_NPKE: Float[Tensor, "N P K E"],
         meta: PagedMetadata,
         sink_H: Float[Tensor, "H"] | None = None,
+        scales: KvScales = UNSCALED,
     ) -> Attended:
         """Any page size; rows at borders of 16 bytes."""
+        assert scales == UNSCALED, scales
         check(plan, q_THD, k_NPKD, v_NPKE, meta, sink_H)
         return _decode(plan, q_THD, k_NPKD, v_NPKE, meta, sink_H)
 
@@ -114,8 +117,10 @@ class Cute:
         q_THC: Float[Tensor, "T H C"],
         cache_NPC: Float[Tensor, "N P C"],
         meta: PagedMetadata,
+        scales: KvScales = UNSCALED,
     ) -> Attended:
         """A row is loaded once: its first channels are key and value, the others key."""
+        assert scales == UNSCALED, scales
         rows_NP1C, rank = cache_NPC[:, :, None], plan.shape.site.latent_rank
         check(plan, q_THC, rows_NP1C, rows_NP1C[..., :rank], meta, None)
         return _decode(plan, q_THC, rows_NP1C[..., rank:], rows_NP1C[..., :rank], meta, None)
@@ -155,7 +160,7 @@ def _decode(
         meta.block_table,
         work.items,
         0 if site.window is None else site.window,
-        *scales(plan),
+        *factors(plan, UNSCALED)[:2],
         _programs(plan),
     )
     join(plan, meta, work, out_THE, lse_TH, part, part_lse)

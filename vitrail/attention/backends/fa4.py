@@ -25,11 +25,12 @@ from jaxtyping import Float
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from vitrail.attention.backend import Attended, AttentionBackend
+from vitrail.attention.backend import UNSCALED, Attended, AttentionBackend
 from vitrail.attention.fa4 import weights_in_registers
 from vitrail.attention.metadata import PagedMetadata, VarlenMetadata, prefix_sums
 from vitrail.attention.plan import AttentionPlan
 from vitrail.attention.shape import Phase
+from vitrail.config.model import KvScales
 
 WIDE_BYTES = 16  # every row starts at such a border: its host would copy a whole pool otherwise
 Kernel = Callable[..., None]
@@ -306,8 +307,10 @@ class Fa4:
         v_NPKE: Float[Tensor, "N P K E"],
         meta: PagedMetadata,
         sink_H: Float[Tensor, "H"] | None = None,
+        scales: KvScales = UNSCALED,
     ) -> Attended:
         """Pages of the plan's size, in pools of any strides that are multiples of 16 bytes."""
+        assert scales == UNSCALED, scales
         _check(plan, q_THD, k_NPKD, v_NPKE, meta, sink_H)
         out_THE, lse_HT = _results(plan, q_THD)
         if len(q_THD):
@@ -323,6 +326,7 @@ class Fa4:
         q_THC: Float[Tensor, "T H C"],
         cache_NPC: Float[Tensor, "N P C"],
         meta: PagedMetadata,
+        scales: KvScales = UNSCALED,
     ) -> Attended:
         """Never planned."""
         raise AssertionError(f"{plan.backend} plans no latent rows")

@@ -23,10 +23,11 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from vitrail.attention.backend import Attended, AttentionBackend
+from vitrail.attention.backend import UNSCALED, Attended, AttentionBackend
 from vitrail.attention.metadata import PagedMetadata, VarlenMetadata, gather_slots
 from vitrail.attention.plan import AttentionPlan
 from vitrail.attention.shape import AttentionSite
+from vitrail.config.model import KvScales
 
 # Keys and values of packed slots or rows: [X, K, D], [X, K, E].
 Keys = tuple[Tensor, Tensor]
@@ -73,7 +74,7 @@ class Reference:
                 return k_SKD[keys][None, start:stop], v_SKE[keys][None, start:stop]
 
             span = _span(plan.shape.site, q_len, [meta.q_starts[seq]], [kv_len])
-            out, lse = _attend(plan, q_THD[None, rows], span, fetch, sink_H)
+            out, lse = _attend(plan, q_THD[None, rows], span, fetch, sink_H, UNSCALED)
             result.out[rows], result.lse[rows] = out[0], lse[0]
         return result
 
@@ -85,13 +86,15 @@ class Reference:
         v_NPKE: Float[Tensor, "N P K E"],
         meta: PagedMetadata,
         sink_H: Float[Tensor, "H"] | None = None,
+        scales: KvScales = UNSCALED,
     ) -> Attended:
         """Spans of sequences; each block of keys is gathered once, by slot."""
 
         def read(slots_X: Tensor) -> Keys:
             return gather_slots(k_NPKD, slots_X), gather_slots(v_NPKE, slots_X)
 
-        return _paged(plan, q_THD, read, meta, sink_H)
+        _check_stored(plan, k_NPKD, v_NPKE)
+        return _paged(plan, q_THD, read, meta, sink_H, scales)
 
     def latent(
         self,
@@ -99,6 +102,7 @@ class Reference:
         q_THC: Float[Tensor, "T H C"],
         cache_NPC: Float[Tensor, "N P C"],
         meta: PagedMetadata,
+        scales: KvScales = UNSCALED,
     ) -> Attended:
         """As `paged`; one gathered row is the key and, in its first channels, the value."""
         rank = plan.shape.site.latent_rank
@@ -107,7 +111,9 @@ class Reference:
             rows_X1C = gather_slots(cache_NPC, slots_X).unsqueeze(1)
             return rows_X1C, rows_X1C[..., :rank]
 
-        return _paged(plan, q_THC, read, meta, None)
+        assert scales.k == scales.v, f"{scales} of rows that are keys and values at once"
+        _check_stored(plan, cache_NPC)
+        return _paged(plan, q_THC, read, meta, None, scales)
 
 
 BACKEND: AttentionBackend = Reference()
@@ -126,6 +132,12 @@ def _check(
     assert meta.batch <= shape.batch, f"{meta.batch} sequences, planned {shape.batch}"
     assert meta.max_kv_len <= shape.max_kv_len, f"{meta.max_kv_len}, planned {shape.max_kv_len}"
     assert site.sink == (sink_H is not None), f"sink planned: {site.sink}"
+
+
+def _check_stored(plan: AttentionPlan, *caches: Tensor) -> None:
+    stored = plan.shape.kv_dtype or plan.shape.dtype
+    for cache in caches:
+        assert str(cache.dtype) == f"torch.{stored}", f"{cache.dtype}, planned {stored}"
 
 
 def _blank(plan: AttentionPlan, q_THD: Tensor, sink_H: Tensor | None) -> Attended:
@@ -151,6 +163,7 @@ def _paged(
     read: Callable[[Tensor], Keys],
     meta: PagedMetadata,
     sink_H: Tensor | None,
+    scales: KvScales,
 ) -> Attended:
     _check(plan, q_THD, meta, sink_H)
     assert meta.page_size == plan.shape.page_size, f"{meta.page_size}, {plan.shape.page_size}"
@@ -169,7 +182,7 @@ def _paged(
 
         firsts_B = torch.tensor([edges[seq] for seq in seqs], device=device)
         rows_BQ = firsts_B[:, None] + torch.arange(q_len, device=device)
-        out_BQHE, lse_BQH = _attend(plan, q_THD[rows_BQ], span, fetch, sink_H)
+        out_BQHE, lse_BQH = _attend(plan, q_THD[rows_BQ], span, fetch, sink_H, scales)
         result.out[rows_BQ], result.lse[rows_BQ] = out_BQHE, lse_BQH
     return result
 
@@ -220,11 +233,13 @@ def _attend(
     span: _Span,
     fetch: Callable[[int, int], Keys],
     sink_H: Tensor | None,
+    scales: KvScales,
 ) -> tuple[Float[Tensor, "B Q H E"], Float[Tensor, "B Q H"]]:
-    """One span. `fetch(start, stop)`: its keys [B, X, K, D] and values [B, X, K, E]."""
+    """One span. `fetch(start, stop)`: its keys [B, X, K, D] and values [B, X, K, E] as stored;
+    their scales go to the queries and to the sum of values, which are fewer."""
     site, device = plan.shape.site, q_BQHD.device
     heads = (site.num_kv_heads, site.num_q_heads // site.num_kv_heads)
-    q_BKGQD = (q_BQHD.float() * site.scale).unflatten(2, heads).permute(0, 2, 3, 1, 4)
+    q_BKGQD = (q_BQHD.float() * (site.scale * scales.k)).unflatten(2, heads).permute(0, 2, 3, 1, 4)
     shape = q_BKGQD.shape[:-1]
     top_BKGQ = torch.full(shape, -torch.inf, device=device)
     sum_BKGQ = torch.zeros(shape, device=device)
@@ -247,7 +262,7 @@ def _attend(
                 at = (slice(None), k, g, slice(q0, q1))
                 state = (top_BKGQ[at], sum_BKGQ[at], out_BKGQE[at])
                 _join(state, q_BKGQD[at], k_BKXD[:, k], v_BKXE[:, k], hidden, site.softcap)
-    out_BKGQE /= sum_BKGQ.masked_fill(sum_BKGQ == 0, 1).unsqueeze(-1)
+    out_BKGQE *= scales.v / sum_BKGQ.masked_fill(sum_BKGQ == 0, 1).unsqueeze(-1)
     lse_BKGQ = top_BKGQ + sum_BKGQ.log()
     out_BQHE = out_BKGQE.permute(0, 3, 1, 2, 4).flatten(2, 3)
     return out_BQHE.to(q_BQHD.dtype), lse_BKGQ.permute(0, 3, 1, 2).flatten(2, 3)

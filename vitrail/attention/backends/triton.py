@@ -17,13 +17,14 @@ from jaxtyping import Float
 from torch import Tensor
 from triton import KernelInterface
 
-from vitrail.attention.backend import Attended, AttentionBackend
+from vitrail.attention.backend import UNSCALED, Attended, AttentionBackend
 from vitrail.attention.kernels.attend import attend
 from vitrail.attention.kernels.combine import combine
 from vitrail.attention.metadata import PagedMetadata, VarlenMetadata, Work
 from vitrail.attention.plan import AttentionPlan
 from vitrail.attention.records import COMBINE_FIELDS, COMBINE_SPLITS, make_records, padded
 from vitrail.attention.shape import PAGED, Phase
+from vitrail.config.model import KvScales
 
 LOG2_E = math.log2(math.e)
 # Bytes that the compiler may assume every row to be aligned to; what a wide copy moves.
@@ -84,7 +85,7 @@ def launches(plan: AttentionPlan, wide: bool = True) -> tuple[Launch, ...]:
     types = {"q": results["out"], "k": f"*{_TYPES[stored]}", "v": f"*{_TYPES[stored]}"}
     types |= {**results, "sink": "*fp32", "table": "*i32", "items": "*i32"}
     types |= dict.fromkeys((*STRIDES, "window"), "i32")
-    types |= {"qk_scale": "fp32", "exp_scale": "fp32"}
+    types |= dict.fromkeys(("qk_scale", "exp_scale", "v_scale"), "fp32")
     heads = {"HEADS": site.num_q_heads, "KV_HEADS": site.num_kv_heads, "TILE_M": plan.tile_m}
     body = Launch(
         kernel=attend,
@@ -157,7 +158,7 @@ class Triton:
         sink_H: Float[Tensor, "H"] | None = None,
     ) -> Attended:
         """Head by head and longest first, so that programs at work together share their keys."""
-        return _attend(plan, q_THD, k_SKD, v_SKE, meta, sink_H)
+        return _attend(plan, q_THD, (k_SKD, v_SKE), meta, sink_H, UNSCALED)
 
     def paged(
         self,
@@ -167,9 +168,10 @@ class Triton:
         v_NPKE: Float[Tensor, "N P K E"],
         meta: PagedMetadata,
         sink_H: Float[Tensor, "H"] | None = None,
+        scales: KvScales = UNSCALED,
     ) -> Attended:
         """Any page size and strides."""
-        return _attend(plan, q_THD, k_NPKD, v_NPKE, meta, sink_H)
+        return _attend(plan, q_THD, (k_NPKD, v_NPKE), meta, sink_H, scales)
 
     def latent(
         self,
@@ -177,12 +179,13 @@ class Triton:
         q_THC: Float[Tensor, "T H C"],
         cache_NPC: Float[Tensor, "N P C"],
         meta: PagedMetadata,
+        scales: KvScales = UNSCALED,
     ) -> Attended:
         """A row is loaded once and is key and, in its first channels, value."""
+        assert scales.k == scales.v, f"{scales} of rows that are keys and values at once"
         rows_NP1C = cache_NPC[:, :, None]
-        return _attend(
-            plan, q_THC, rows_NP1C, rows_NP1C[..., : plan.shape.site.latent_rank], meta, None
-        )
+        kv = (rows_NP1C, rows_NP1C[..., : plan.shape.site.latent_rank])
+        return _attend(plan, q_THC, kv, meta, None, scales)
 
 
 BACKEND: AttentionBackend = Triton()
@@ -220,12 +223,13 @@ def prepare(
 def _attend(
     plan: AttentionPlan,
     q_THD: Tensor,
-    k: Tensor,
-    v: Tensor,
+    kv: tuple[Tensor, Tensor],
     meta: VarlenMetadata | PagedMetadata,
     sink_H: Tensor | None,
+    scales: KvScales,
 ) -> Attended:
-    """`k`, `v`: [N, P, K, D] where paged, else [S, K, D]."""
+    """`kv`: keys and values, [N, P, K, D] where paged, else [S, K, D]."""
+    k, v = kv
     check(plan, q_THD, k, v, meta, sink_H)
     site, device = plan.shape.site, q_THD.device
     num_tokens, kv_heads = q_THD.shape[0], site.num_kv_heads
@@ -255,7 +259,7 @@ def _attend(
         *(stride // kv_unit for t in (k, v) for stride in (t.stride(0), *t.stride()[-3:-1])),
         table.stride(0),
         0 if site.window is None else site.window,
-        *scales(plan),
+        *factors(plan, scales),
         **body.constants,
         **body.options,
     )
@@ -291,12 +295,14 @@ def join(
     )
 
 
-def scales(plan: AttentionPlan) -> tuple[float, float]:
-    """Factors before and after the soft cap; the second one leads to exponents of two."""
+def factors(plan: AttentionPlan, scales: KvScales) -> tuple[float, float, float]:
+    """Of scores before and after the soft cap, the latter leading to exponents of two; of the sum
+    of values. The scale of stored keys belongs before the cap."""
     site = plan.shape.site
+    scale = site.scale * scales.k
     if site.softcap is None:
-        return 1.0, site.scale * LOG2_E
-    return site.scale / site.softcap, site.softcap * LOG2_E
+        return 1.0, scale * LOG2_E, scales.v
+    return scale / site.softcap, site.softcap * LOG2_E, scales.v
 
 
 def is_wide(t: Tensor) -> bool:

@@ -4,6 +4,8 @@ against its keys [lo, hi).
     rows         (query, head of the group), flat: row = query * group + head
     scores       s = (q . k) * QK_SCALE, through tanh where there is a soft cap
     softmax      base 2: p = 2^(s * EXP_SCALE - m); lse = (m + log2 l) * ln 2
+    stored       keys and values may be e4m3: the scale of the keys is part of QK_SCALE or, without
+                 a cap, of EXP_SCALE; that of the values, V_SCALE, is applied to every result
     head_dim     D1 + D2 channels (powers of two, D2 may be 0) cover D; likewise E1 + E2 for values
 
 What lies outside [lo, hi) is never loaded, so it may hold anything. All addresses are 64-bit.
@@ -185,6 +187,7 @@ def _step(
         "window",
         "qk_scale",
         "exp_scale",
+        "v_scale",
     ],
     do_not_specialize_on_alignment=["sink", "lse", "part_lse", "table", "items"],
 )
@@ -211,6 +214,7 @@ def attend(
     window,
     qk_scale,
     exp_scale,
+    v_scale,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     TILE_M: tl.constexpr,
@@ -330,7 +334,7 @@ def attend(
 
     top, total, acc1, acc2 = state
     blind = total == 0.0
-    scale = tl.where(blind, 0.0, 1.0 / tl.where(blind, 1.0, total))
+    scale = tl.where(blind, 0.0, v_scale / tl.where(blind, 1.0, total))
     log = top + tl.log2(tl.where(blind, 1.0, total))
     if slot < 0:
         cells = (q_row + query).to(tl.int64) * HEADS + head
