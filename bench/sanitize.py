@@ -1,7 +1,7 @@
-"""Each kind of Triton attention kernel once, on small shapes, for tools that watch memory:
+"""Each kind of attention kernel of ours once, on small shapes, for tools that watch memory:
 
-    compute-sanitizer --tool memcheck python bench/sanitize.py
-    compute-sanitizer --tool racecheck python bench/sanitize.py
+    compute-sanitizer --report-api-errors no --tool memcheck python bench/sanitize.py
+    compute-sanitizer --tool racecheck python bench/sanitize.py --backend cute
     python bench/sanitize.py --guard
 
 Pages that nobody wrote hold NaN and block tables name an impossible page past a row's end; results
@@ -28,6 +28,7 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined
 
 from vitrail.attention.backend import Attended, load_backend
+from vitrail.attention.installed import releases
 from vitrail.attention.metadata import (
     PagedMetadata,
     VarlenMetadata,
@@ -80,6 +81,13 @@ CASES = {
     "decode e4m3": Case(site=GQA, phase=Phase.DECODE, lens=DECODES, e4m3=True, splits=True),
     "latent": Case(site=MLA, phase=Phase.DECODE, lens=DECODES, page=64, splits=True),
     "latent e4m3": Case(site=MLA, phase=Phase.DECODE, lens=DECODES, e4m3=True, splits=True),
+    "latent 64 rows": Case(
+        site=site(64, 1, 576, 512, latent_rank=512), phase=Phase.DECODE, lens=DECODES, splits=True
+    ),
+    "decode page 1": Case(site=GQA, phase=Phase.DECODE, lens=DECODES, page=1, splits=True),
+    "several queries": Case(
+        site=site(8, 2, 128, 128, **EDGES), phase=Phase.DECODE, lens=((5, 90), (1, 1), (3, 300))
+    ),
     "extend": Case(site=GQA, phase=Phase.EXTEND, lens=CHUNKS),
     "extend window sink": Case(
         site=site(8, 2, 128, 128, **EDGES), phase=Phase.EXTEND, lens=CHUNKS, page=1
@@ -209,11 +217,17 @@ def exact(case: Case, inputs: Inputs) -> Attended:
     return call(case, accept(plan(shape, CPU, "reference")), plain)[0]
 
 
-def run_case(case: Case, gpu: Hardware, device: torch.device, guard: bool) -> list[str]:
-    """What is wrong with the case's kernels on this device. In the interpreter, where products of
+def planned(case: Case, gpu: Hardware, backend: str) -> AttentionPlan | None:
+    """None where the backend does not run such a case. In the interpreter, where products of
     bfloat16 are wrong, in float16."""
-    dtype: DType = "bfloat16" if device.type == "cuda" else "float16"
-    made = accept(plan(shape_of(case, dtype), gpu, "triton"))
+    shape = shape_of(case, "bfloat16" if torch.cuda.is_available() else "float16")
+    made = plan(shape, gpu, backend, releases())
+    return made if isinstance(made, AttentionPlan) else None
+
+
+def run_case(case: Case, made: AttentionPlan, device: torch.device, guard: bool) -> list[str]:
+    """What is wrong with the case's kernels on this device."""
+    dtype = made.shape.dtype
     inputs = make_inputs(case, getattr(torch, dtype))
     want = exact(case, inputs)
     guards = Guards()
@@ -254,6 +268,7 @@ def _no_work() -> Work:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--guard", action="store_true", help="guards of NaN around every tensor")
+    parser.add_argument("--backend", default="triton")
     parser.add_argument("--only", default="", help="cases whose name has this in it")
     args = parser.parse_args()
     os.environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"  # read at the first allocation
@@ -265,9 +280,10 @@ def main() -> int:
     print(f"{gpu.name}, torch {torch.__version__}, {'guards' if args.guard else 'no guards'}")
     wrong = 0
     for name, case in CASES.items():
-        if args.only not in name or (case.e4m3 and gpu.cc < 89):
+        made = planned(case, gpu, args.backend)
+        if args.only not in name or made is None:
             continue
-        faults = run_case(case, gpu, device, args.guard)
+        faults = run_case(case, made, device, args.guard)
         wrong += bool(faults)
         print(f"{name:20s} {'; '.join(faults) or 'right'}", flush=True)
     return min(wrong, 1)

@@ -5,16 +5,22 @@ import pytest
 import torch
 
 import vitrail.attention.backends.triton as triton_backend
-from bench.sanitize import CASES, Guards, run_case
+from bench.sanitize import CASES, Case, Guards, planned, run_case
 from vitrail.config.hardware import find
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the script runs it compiled")
 CPU = torch.device("cpu")
 
 
+def faults_of(case: Case) -> list[str]:
+    made = planned(case, find("H200"), "triton")
+    assert made is not None
+    return run_case(case, made, CPU, guard=True)
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_every_kind_of_kernel_keeps_within_its_memory(name: str):
-    assert run_case(CASES[name], find("H200"), CPU, guard=True) == []
+    assert faults_of(CASES[name]) == []
 
 
 def test_guards_see_a_write_on_either_side():
@@ -45,5 +51,5 @@ def test_a_kernel_that_leaves_its_memory_is_seen(monkeypatch, field: int, by: in
         return records
 
     monkeypatch.setattr(triton_backend, "make_records", faulty)
-    faults = run_case(CASES["encode"], find("H200"), CPU, guard=True)
+    faults = faults_of(CASES["encode"])
     assert any(said in fault for fault in faults), faults

@@ -200,7 +200,7 @@ def held_over(kind: tuple[str, str | None], where, phase: Phase, q_lens, kv_lens
         scales = KvScales(0.25, 0.25 if where.latent_rank else 2.0)
         stored = (quantized(k, scales.k), quantized(v, scales.v))
         k, v = (dequantized(t, s, q.dtype) for t, s in zip(stored, scales, strict=True))
-    made = planned(where, phase, q_lens, kv_lens, page, dtype, kv_dtype)
+    made = planned(where, phase, q_lens, kv_lens, page, dtype, kv_dtype=kv_dtype)
     pool_k, pool_v, meta = on_gpu(*stored, q_lens, kv_lens, page)
     got = run_paged(made, q.to(CUDA), pool_k, pool_v, meta, sink, scales)
     held(got, q, k, v, where, q_lens, kv_lens, sink)

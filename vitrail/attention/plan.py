@@ -68,6 +68,7 @@ MEASURED_ORDER: Mapping[tuple[Phase, int], tuple[str, ...]] = MappingProxyType(
     {
         (Phase.ENCODE, 90): ("fa4", "triton", "reference"),
         (Phase.PREFILL, 90): ("fa4", "triton", "reference"),
+        (Phase.EXTEND, 90): ("fa4", "triton", "reference"),
         (Phase.DECODE, 90): ("cute", "triton", "reference"),
     }
 )

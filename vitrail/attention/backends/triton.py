@@ -31,6 +31,7 @@ LOG2_E = math.log2(math.e)
 WIDE_BYTES = 16
 # What a joining program holds at once, over all splits and channels.
 COMBINE_WARPS, COMBINE_VALUES = 4, 4096
+COMBINE_MANY_ROWS = 256
 STRIDES = (
     "q_token",
     "q_head",
@@ -122,8 +123,11 @@ def launches(plan: AttentionPlan, wide: bool = True) -> tuple[Launch, ...]:
 def join_launch(plan: AttentionPlan) -> Launch:
     """`combine` for the partial results of a plan, whichever backend makes them."""
     site = plan.shape.site
-    splits = min(1 << (plan.max_splits - 1).bit_length(), COMBINE_SPLITS)
-    channels = min(1 << (site.head_dim_v - 1).bit_length(), COMBINE_VALUES // splits)
+    # All channels of a row where there are many rows, else as many programs as they give.
+    channels = 1 << (site.head_dim_v - 1).bit_length()
+    if plan.shape.batch * plan.shape.max_q_len * site.num_q_heads < COMBINE_MANY_ROWS:
+        channels = min(channels, COMBINE_VALUES // COMBINE_SPLITS)
+    splits = min(1 << (plan.max_splits - 1).bit_length(), COMBINE_VALUES // channels)
     types = {"out": f"*{_TYPES[plan.shape.dtype]}", "records": "*i32", "live_rows": "i32"}
     types |= dict.fromkeys(("lse", "part", "part_lse"), "*fp32")
     return Launch(
