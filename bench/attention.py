@@ -1,14 +1,15 @@
 """Attention on one GPU: ours against the floor and torch's own, cold L2, correct before timed.
 
-    python bench/attention.py [--seconds 95] [--only decode] [--sweep]
+    python bench/attention.py [--seconds 95] [--only decode] [--sweep] [--backend fa4]
 
 Each case runs its plan on random keys. A few of its sequences are first computed in float32; where
 ours is further off than twice plain torch in the same dtype, the case is reported and not timed.
 Decodes rotate over enough key-value memory that none of it is cached, in a CUDA graph. The floor is
 max(bytes / 4.46 TB/s, FLOPs / 788 TFLOP/s), what one H200 was measured to reach; the goal is
 max(bytes / (0.95 x 4.46 TB/s) + 8 us, FLOPs / (0.8 x 788 TFLOP/s)). `--sweep` also times other
-tiles than the plan's. `--compile I N`: only compile the I-th of N shares of the kernels for an
-H200, on any machine; processes started side by side warm the compiler's cache."""
+tiles than the plan's. Where FlashAttention-4 is installed, encode, prefill and extend are timed on
+it too; `--backend fa4` times nothing else. `--compile I N`: only compile the I-th of N shares of
+the kernels for an H200, on any machine; processes started side by side warm the compiler's cache."""
 
 import argparse
 import time
@@ -22,6 +23,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from vitrail.attention.backend import Attended, load_backend
 from vitrail.attention.backends.triton import Launch, launches
 from vitrail.attention.compile import compile_launch
+from vitrail.attention.installed import releases
 from vitrail.attention.metadata import paged_metadata, varlen_metadata
 from vitrail.attention.plan import AttentionPlan, plan
 from vitrail.attention.shape import PAGED, AttentionShape, AttentionSite, Phase
@@ -315,25 +317,44 @@ SWEPT = (
 )
 
 
-def run_case(case: Case, gpu: Hardware, sweep: bool) -> None:
-    made = accept(plan(shape_of(case), gpu, "triton"))
+def run_case(case: Case, gpu: Hardware, sweep: bool, backends: tuple[str, ...]) -> None:
     inputs = tensors(case)
-    options = [(case.name, made)]
-    if sweep and case.name in SWEPT:
-        options += variants(made)
-    for name, option in options:
-        try:
-            run = calls(case, option, inputs)
-            ratio = error_ratio(case, inputs, run[0]())
-            if not ratio <= 2:
-                print(f"{name:44s} WRONG: error {ratio:.2f} x torch's; not timed", flush=True)
-                continue
-            line = show(case, name, time_us(run))
-            other = torch_us(case, inputs) if option is made else None
-            tail = f"  error {ratio:.2f}" + (f"  torch SDPA {other:.1f} us" if other else "")
-            print(line + tail, flush=True)
-        except Exception as error:  # noqa: BLE001  a case that fails must not hide the others
-            print(f"{name:44s} FAILED: {type(error).__name__}: {str(error)[:300]}", flush=True)
+    for backend in backends:
+        made = plan(shape_of(case), gpu, backend, releases())
+        if not isinstance(made, AttentionPlan):
+            print(f"{case.name:44s} no plan on {backend}: {made[0]}", flush=True)
+            continue
+        ours = backend == "triton"
+        options = [(case.name if ours else f"    {backend}", made)]
+        if ours and sweep and case.name in SWEPT:
+            options += variants(made)
+        for name, option in options:
+            run_plan(case, name, option, inputs, beside_torch=ours and option is made)
+
+
+def run_plan(
+    case: Case, name: str, made: AttentionPlan, inputs: Tensors, beside_torch: bool
+) -> None:
+    """Correct first, then timed and printed, beside torch's own or alone."""
+    try:
+        run = calls(case, made, inputs)
+        ratio = error_ratio(case, inputs, run[0]())
+        if not ratio <= 2:
+            print(f"{name:44s} WRONG: error {ratio:.2f} x torch's; not timed", flush=True)
+            return
+        line = show(case, name, time_us(run))
+        other = torch_us(case, inputs) if beside_torch else None
+        tail = f"  error {ratio:.2f}" + (f"  torch SDPA {other:.1f} us" if other else "")
+        print(line + tail, flush=True)
+    except Exception as error:  # noqa: BLE001  a case that fails must not hide the others
+        print(f"{name:44s} FAILED: {type(error).__name__}: {str(error)[:300]}", flush=True)
+
+
+def backends_of(case: Case, only: str | None) -> tuple[str, ...]:
+    if only is not None:
+        return (only,)
+    beside = "fa4" in releases() and case.phase is not Phase.DECODE
+    return ("triton", "fa4") if beside else ("triton",)
 
 
 def compile_all(gpu: Hardware, sweep: bool, share: int, shares: int) -> None:
@@ -365,15 +386,16 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=95)
     parser.add_argument("--only", default="")
     parser.add_argument("--sweep", action="store_true")
+    parser.add_argument("--backend")
     parser.add_argument("--compile", type=int, nargs=2, metavar=("SHARE", "OF"))
     args = parser.parse_args()
     if args.compile:
         compile_all(find("H200"), args.sweep, *args.compile)
     else:
-        measure(args.seconds, args.only, args.sweep)
+        measure(args.seconds, args.only, args.sweep, args.backend)
 
 
-def measure(seconds: float, only: str, sweep: bool) -> None:
+def measure(seconds: float, only: str, sweep: bool, backend: str | None) -> None:
     begin = time.perf_counter()
     facts = torch.cuda.get_device_properties(0)
     gpu = from_device(
@@ -388,7 +410,7 @@ def measure(seconds: float, only: str, sweep: bool) -> None:
             print(f"out of time before {case.name}", flush=True)
             break
         if only in case.name:
-            run_case(case, gpu, sweep)
+            run_case(case, gpu, sweep, backends_of(case, backend))
     print(f"{time.perf_counter() - begin:.0f} s", flush=True)
 
 

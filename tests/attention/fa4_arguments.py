@@ -57,12 +57,12 @@ def compared(made: AttentionPlan) -> dict[str, Calls]:
             after = 0 if site.causal else site.window
             given |= {"window_size_left": site.window, "window_size_right": after}
         out, lse, *_ = interface._flash_attn_fwd(**given)
-        recorders = [Recorder(ours)[None]] * 2
-        fa4.kernels_of = lambda launch: fa4.Kernels(*recorders)
+        kernels = fa4.Kernels(Recorder(ours)[None], Recorder(ours)[None])
         names = ("cu_seqlens_q", "cu_seqlens_k", "seqused_k", "page_table")
         lengths = tuple(given.get(name) for name in names)
-        call = fa4._Call(given["q"], given["k"], given["v"], out, lse, lengths)
-        fa4._run(made, site.causal, call, given.get("learnable_sink"))
+        call = fa4.Call(kernels, fa4.WHOLE, fa4.WHOLE, site.causal, lengths)
+        tensors = (given["q"], given["k"], given["v"], out, lse)
+        fa4._run(made, call, tensors, given.get("learnable_sink"))
     return {"theirs": theirs, "ours": ours}
 
 
