@@ -9,7 +9,7 @@ max(bytes / 4.46 TB/s, FLOPs / 788 TFLOP/s), what one H200 was measured to reach
 max(bytes / (0.95 x 4.46 TB/s) + 8 us, FLOPs / (0.8 x 788 TFLOP/s)). `--sweep` also times other
 tiles than the plan's. Where FlashAttention-4 is installed, encode, prefill and extend are timed on
 it too; `--backend fa4` times nothing else. `--compile I N`: only compile the I-th of N shares of
-the kernels for an H200, on any machine; processes started side by side warm the compiler's cache."""
+our kernels for an H200, on any machine; processes started side by side warm their cache."""
 
 import argparse
 import time
