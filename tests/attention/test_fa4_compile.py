@@ -64,15 +64,14 @@ CI = {
 }
 
 
-def check(result: dict, gpu: str) -> None:
+def check(result: dict) -> None:
     assert result["findings"] == []
     for name, case in result["cases"].items():
         plan = case["planned"]
         for kernel, *combine in case["taken"]:
             assert kernel["num_warps"] == plan["num_warps"], name
             assert 0 < kernel["registers"] <= plan["registers"]
-            if gpu == "H200":
-                assert kernel["smem_bytes"] == plan["smem_bytes"], name
+            assert kernel["smem_bytes"] == plan["smem_bytes"], name
             assert len(combine) == (plan["splits"] > 1)
 
 
@@ -81,7 +80,7 @@ def check(result: dict, gpu: str) -> None:
 def test_kernels_take_what_is_planned(gpu):
     result = compiled(CI[gpu], gpu)
     assert list(result["cases"]) == CI[gpu]
-    check(result, gpu)
+    check(result)
 
 
 @needs_it
@@ -94,7 +93,7 @@ def test_kernels_of_every_site(gpu):
         *("extend_192", "prefill_256", "prefill_96", "prefill_64", "decode_128", "decode_page_1"),
     ]
     for some in (names[:6], names[6:], CI["B300"]):
-        check(compiled(some, gpu), gpu)
+        check(compiled(some, gpu))
 
 
 @needs_it
