@@ -18,7 +18,7 @@ TORCH_FREE = (
     "vitrail.models.registry",
     "vitrail.models.kimi_vl.processor",
     *(f"vitrail.vision.{m}" for m in ("image", "preprocess", "placeholders")),
-    *(f"vitrail.attention.{m}" for m in ("shape", "tiles", "legality", "fa4", "plan")),
+    *(f"vitrail.attention.{m}" for m in ("shape", "tiles", "legality", "fa4", "plan", "installed")),
     *(f"vitrail.weights.{m}" for m in ("mapping", "sharding", "headers", "plan")),
     *(
         f"vitrail.engine.{m}"

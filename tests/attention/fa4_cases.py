@@ -6,11 +6,10 @@ Without names: every case that the GPU can run."""
 
 import json
 import sys
-import time
 from dataclasses import asdict, replace
 
 from vitrail.attention.backends.fa4 import launches
-from vitrail.attention.compile_fa4 import prove, take
+from vitrail.attention.compile_fa4 import judge, take
 from vitrail.attention.plan import AttentionPlan, plan_on
 from vitrail.attention.shape import PAGED, AttentionShape, AttentionSite, Phase
 from vitrail.config.hardware import Hardware, find
@@ -71,19 +70,23 @@ def planned(name: str, gpu: Hardware) -> AttentionPlan | list:
 
 
 def main() -> None:
-    gpu, names = find(sys.argv[1]), sys.argv[2:]
-    made = {name: planned(name, gpu) for name in names or CASES}
-    plans = {name: p for name, p in made.items() if isinstance(p, AttentionPlan)}
-    began = time.perf_counter()
-    if names == ["crash"]:
-        print(json.dumps({"findings": [str(f) for f in prove(plans.values(), gpu)]}))
-        return
-    taken = {}
-    for name, p in plans.items():
-        results = take(list(launches(p)), gpu)
-        taken[name] = [r if isinstance(r, str) else [asdict(t) for t in r] for r in results]
-        taken[name] += [p.smem_bytes, p.registers, p.num_warps, p.max_splits]
-        print(name, taken[name], f"{time.perf_counter() - began:.0f} s", flush=True)
+    gpu, names = find(sys.argv[1]), sys.argv[2:] or list(CASES)
+    plans = {name: made for name in names if isinstance(made := planned(name, gpu), AttentionPlan)}
+    results = take(plans.values(), gpu)
+    shown = {}
+    for name, made in plans.items():
+        got = [results[launch] for launch in launches(made)]
+        shown[name] = {
+            "taken": [r if isinstance(r, str) else [asdict(t) for t in r] for r in got],
+            "planned": {
+                "smem_bytes": made.smem_bytes,
+                "registers": made.registers,
+                "num_warps": made.num_warps,
+                "splits": made.max_splits,
+            },
+        }
+    findings = [str(f) for f in judge(plans.values(), gpu, results)]
+    print(json.dumps({"findings": findings, "cases": shown}))
 
 
 if __name__ == "__main__":

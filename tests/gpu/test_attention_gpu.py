@@ -1,11 +1,13 @@
-"""Our kernels on a CUDA device: half precision, over pages of the same and of e4m3, against
-float64; page pools past 2^31 elements, graphs whose records are replaced, memory that held NaN."""
+"""The kernels on a CUDA device, ours and FlashAttention-4's: half precision, over pages of the same
+and of e4m3, against float64; page pools past 2^31 elements, graphs whose records are replaced,
+memory that held NaN."""
 
 import pytest
 import torch
 
-from tests.attention.dense_attention import dense_packed, paged
+from tests.attention.dense_attention import dense, dense_packed, paged
 from vitrail.attention.backend import UNSCALED, load_backend
+from vitrail.attention.fa4 import RELEASE
 from vitrail.attention.installed import releases
 from vitrail.attention.metadata import PagedMetadata, paged_metadata, varlen_metadata
 from vitrail.attention.plan import DISTRIBUTIONS, AttentionPlan, plan
@@ -36,6 +38,12 @@ def backend(made: AttentionPlan):
 
 def on_hopper() -> bool:
     return torch.cuda.get_device_capability()[0] == 9
+
+
+needs_fa4 = pytest.mark.skipif(
+    releases().get("fa4") != RELEASE, reason=f"needs flash-attn-4 {RELEASE} (the extra fa4)"
+)
+BACKENDS = ["triton", pytest.param("fa4", marks=needs_fa4)]
 
 
 def planned(
@@ -245,6 +253,46 @@ def test_e4m3_rows_are_written_as_on_a_cpu(scale):
     assert (codes[nan] & 127 == 127).all()
 
 
+@needs_fa4
+@pytest.mark.parametrize("page", [1, 16, 64, 128])
+@pytest.mark.parametrize("name", [n for n in DECODES if not n.startswith("mla")])
+@pytest.mark.parametrize("phase", PAGED)
+def test_flash_attention_4_in_pages(phase, name, page):
+    where = DECODES[name]
+    q_lens, kv_lens = [1, 0, 1, 1, 1, 1], [2500, 0, 63, 64, 65, 700]
+    if phase is Phase.EXTEND:
+        q_lens = [200, 0, 63, 1, 3, 33]
+    q, k, v = inputs(where, q_lens, kv_lens, torch.bfloat16)
+    sink = torch.linspace(-1, 1, where.num_q_heads, device=CUDA) if where.sink else None
+    made = planned(where, phase, q_lens, kv_lens, page, name="fa4")
+    pool_k, pool_v, meta = on_gpu(k, v, q_lens, kv_lens, page)
+    held(
+        run_paged(made, q.to(CUDA), pool_k, pool_v, meta, sink),
+        q, k, v, where, q_lens, kv_lens, sink,
+    )  # fmt: skip
+
+
+@needs_fa4
+@pytest.mark.parametrize("where", [site(4, 4, 192, 128), site(4, 2, 128, 128, sink=True)])
+def test_flash_attention_4_in_pieces_of_a_context(where):
+    """Keys before, around and after the queries, and none: rows without keys are 0 and -inf."""
+    q_lens, kv_lens, starts = [70, 300, 40, 90], [500, 200, 0, 100], [800, 50, 3, -60]
+    q, k, v = inputs(where, q_lens, kv_lens, torch.bfloat16)
+    sink = torch.linspace(-1, 1, where.num_q_heads, device=CUDA) if where.sink else None
+    made = planned(where, Phase.PREFILL, q_lens, kv_lens, name="fa4")
+    meta = varlen_metadata(q_lens, CUDA, kv_lens, starts)
+    got = backend(made).varlen(made, q.to(CUDA), k.to(CUDA), v.to(CUDA), meta, sink)
+    logits = None if sink is None else sink.cpu()
+    parts = zip(q.split(q_lens), k.split(kv_lens), v.split(kv_lens), starts, strict=True)
+    each = [dense(a, b, c, where, start, logits) for a, b, c, start in parts]
+    out, lse = torch.cat([a for a, _ in each]), torch.cat([b for _, b in each])
+    assert (got.out.double().cpu() - out).abs().max() <= 2e-2
+    blind = lse == -torch.inf
+    assert torch.equal(got.lse.cpu() == -torch.inf, blind)
+    assert (got.lse.double().cpu() - lse)[~blind].abs().max() <= 1e-3
+
+
+@pytest.mark.parametrize("name", BACKENDS)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize(
     "where",
@@ -258,12 +306,12 @@ def test_e4m3_rows_are_written_as_on_a_cpu(scale):
     ],
     ids=lambda w: f"{w.head_dim}-{w.causal}-{w.window}",
 )
-def test_varlen(where, dtype):
+def test_varlen(where, dtype, name):
     lens = [256, 1, 529, 300, 64, 65]
     q, k, v = inputs(where, lens, lens, getattr(torch, dtype))
     sink = torch.linspace(-1, 1, where.num_q_heads, device=CUDA) if where.sink else None
     phase = Phase.PREFILL if where.causal else Phase.ENCODE
-    made = planned(where, phase, lens, lens, dtype=dtype)
+    made = planned(where, phase, lens, lens, dtype=dtype, name=name)
     got = backend(made).varlen(
         made, q.to(CUDA), k.to(CUDA), v.to(CUDA), varlen_metadata(lens, CUDA), sink
     )

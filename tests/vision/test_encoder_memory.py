@@ -44,7 +44,7 @@ def peak(grids, device="cpu", hardware=CPU, dense=False) -> float:
         for block in tower.encoder.blocks:
             block.attn = DenseAttention(block.attn)
     limits = PlanLimits(dtype="float32", page_size=None, max_batch=4, max_q_len=1, max_kv_len=16384)
-    table = make_table(tower.sites(), limits, hardware, None)
+    table = make_table(tower.sites(), limits, hardware, "reference")
     ((site, phase),) = tower.sites()
     fixed = table.select(site, phase, len(grids), max(h * w for h, w in grids)).score_bytes
     with torch.inference_mode(), LiveBytes() as live:

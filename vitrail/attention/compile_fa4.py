@@ -32,9 +32,14 @@ _SHARED = re.compile(
 def prove(plans: Iterable[AttentionPlan], gpu: Hardware) -> Iterator[Finding]:
     """What exceeds its plan or does not compile, of those `plans` that are this backend's."""
     mine = [plan for plan in plans if plan.backend == "fa4"]
-    distinct = dict.fromkeys(launch for plan in mine for launch in launches(plan))
-    results = dict(zip(distinct, take(list(distinct), gpu), strict=True)) if mine else {}
-    for plan in mine:
+    if mine:
+        yield from judge(mine, gpu, take(mine, gpu))
+
+
+def judge(
+    plans: Iterable[AttentionPlan], gpu: Hardware, results: dict[Launch, list[Taken] | str]
+) -> Iterator[Finding]:
+    for plan in plans:
         for launch in launches(plan):
             result = results[launch]
             if isinstance(result, str):
@@ -57,8 +62,9 @@ def refused(plan: AttentionPlan, gpu: Hardware, error: str) -> Finding:
     )
 
 
-def take(wanted: list[Launch], gpu: Hardware) -> list[list[Taken] | str]:
-    """What the kernels of each launch take, or the error that its compiler raised."""
+def take(plans: Iterable[AttentionPlan], gpu: Hardware) -> dict[Launch, list[Taken] | str]:
+    """What the kernels of each distinct launch take, or the error that its compiler raised."""
+    wanted = list(dict.fromkeys(launch for plan in plans for launch in launches(plan)))
     target = f"sm_{gpu.cc}"
     done = subprocess.run(
         [
@@ -80,7 +86,7 @@ def take(wanted: list[Launch], gpu: Hardware) -> list[list[Taken] | str]:
     lines = done.stdout.splitlines()
     if done.returncode or len(lines) != len(wanted):
         raise RuntimeError(f"the compiler's process ended: {done.stderr[-2000:]}")
-    return [_result(json.loads(line)) for line in lines]
+    return {launch: _result(json.loads(line)) for launch, line in zip(wanted, lines, strict=True)}
 
 
 def _result(line: list[dict[str, Any]] | str) -> list[Taken] | str:

@@ -36,7 +36,7 @@ CEILING_RELEASE = "4.0.0b26"
 
 BUDGET_BYTES = 224 << 10  # of shared memory, on SM100 and SM110
 BARRIER_BYTES = 1024  # beside Hopper's buffers, their alignment included
-STATE_BYTES = 3072  # beside SM100's: barriers, row maxima and sums
+STATE_BYTES = 1024  # on SM100, of barriers and of each tile of queries' maxima and sums
 MAX_SPLITS = 128
 
 
@@ -240,7 +240,8 @@ def stages_and_bytes(
     weights = hopper * (_weights_in_registers(f.dim) == 0) * tile_m * tile_n * 2
     plain = tile_m * d * 2 + pairs * tile_n * (d + dv) * 2 + weights + BARRIER_BYTES
     stages = where(uneven, 3, fits)
-    large = held + (stages - uneven) * one + uneven * tile_n * dv * 2 + STATE_BYTES
+    state = STATE_BYTES * (stage + pair)
+    large = held + (stages - uneven) * one + uneven * tile_n * dv * 2 + state
     return where(blackwell, stages, pairs), where(blackwell, large, plain)
 
 

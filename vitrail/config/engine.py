@@ -54,7 +54,9 @@ class EngineConfig:
     encoder_cache_bytes: int = _opt(GIB // 4, "cache of encoded images")
     prefix_cache: bool = _opt(True, "reuse the KV of shared prompt prefixes")
     step_ahead: bool = _opt(True, "launch a step before the previous one's tokens are read")
-    attention: str | None = _opt(None, "attention backend to prefer; default the plan's choice")
+    attention: str | None = _opt(
+        None, "attention backend of every phase, or refused; default the quickest of each"
+    )
     max_images: int = _opt(64, "images in one request")
     max_image_pixels: int = _opt(64_000_000, "pixels of one image, from its header")
     max_image_bytes: int = _opt(32 << 20, "encoded bytes of one image")

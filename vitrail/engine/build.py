@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from vitrail.attention.installed import releases
 from vitrail.attention.plan import PlanLimits, PlanTable, make_table
 from vitrail.attention.shape import Phase
 from vitrail.cache.budget import CacheBudget, plan_cache
@@ -170,7 +171,8 @@ def _image_plans(
         max_q_len=max(1, patches),
         max_kv_len=max(1, patches),
     )
-    return _tell(make_table(model.image_sites(), limits, hardware, config.attention))
+    sites = model.image_sites()
+    return _tell(make_table(sites, limits, hardware, config.attention, releases()))
 
 
 def _tell(plans: PlanTable) -> PlanTable:
@@ -286,7 +288,8 @@ def _assemble(
         max_kv_len=sizes.max_model_len,
         kv_dtype=_kv_dtype(config),
     )
-    plans = _tell(make_table(model.text_sites(), limits, _hardware(device), config.attention))
+    hardware, sites = _hardware(device), model.text_sites()
+    plans = _tell(make_table(sites, limits, hardware, config.attention, releases()))
     assert all(phase is not Phase.ENCODE for _, phase in model.text_sites())
     row_bytes = model_config.text.hidden_size * ITEM_BYTES[dtype]
     encoder_pool = EncoderPool()

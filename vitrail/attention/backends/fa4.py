@@ -113,7 +113,8 @@ def compile_launch(launch: Launch) -> Kernels:
     with _watched(interface) as used, FakeTensorMode(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         interface._flash_attn_fwd(**_arguments(launch, interface))
-    forward, combine = used()
+        forward, combine = used()
+    assert forward is not None, "its host code asks its cache"
     return Kernels(forward, combine)
 
 
@@ -280,24 +281,7 @@ class Fa4:
         sink_H: Float[Tensor, "H"] | None = None,
     ) -> Attended:
         """One call where queries end with their keys, or see all of them."""
-        _check(plan, q_THD, k_SKD, v_SKE, meta, sink_H)
-        out_THE, lse_HT = _results(plan, q_THD)
-        work = meta.work.get(plan, lambda: _prepare(plan, meta, q_THD.device))
-        sink_H = None if sink_H is None else sink_H.float()
-        for rows in work.blank:
-            out_THE[rows] = 0
-            lse_HT[:, rows] = -torch.inf if sink_H is None else sink_H[:, None]
-        for part, cu_q, cu_kv in work.calls:
-            call = _Call(
-                q_THD[part.rows],
-                k_SKD[part.keys],
-                v_SKE[part.keys],
-                out_THE[part.rows],
-                lse_HT[:, part.rows],
-                (cu_q, cu_kv, None, None),
-            )
-            _run(plan, part.causal, call, sink_H)
-        return Attended(out_THE, lse_HT.t())
+        return _attend(plan, q_THD, k_SKD, v_SKE, meta, sink_H)
 
     def paged(
         self,
@@ -311,14 +295,7 @@ class Fa4:
     ) -> Attended:
         """Pages of the plan's size, in pools of any strides that are multiples of 16 bytes."""
         assert scales == UNSCALED, scales
-        _check(plan, q_THD, k_NPKD, v_NPKE, meta, sink_H)
-        out_THE, lse_HT = _results(plan, q_THD)
-        if len(q_THD):
-            lengths = (meta.cu_q, None, meta.kv_lens_dev, meta.block_table)
-            call = _Call(q_THD, k_NPKD, v_NPKE, out_THE, lse_HT, lengths)
-            sink_H = None if sink_H is None else sink_H.float()
-            _run(plan, plan.shape.site.causal, call, sink_H)
-        return Attended(out_THE, lse_HT.t())
+        return _attend(plan, q_THD, k_NPKD, v_NPKE, meta, sink_H)
 
     def latent(
         self,
@@ -333,71 +310,105 @@ class Fa4:
 
 
 BACKEND: AttentionBackend = Fa4()
+WHOLE = slice(None)
 
 
-class _Prepared(NamedTuple):
-    """A batch's calls with their prefix sums on the device."""
+class Call(NamedTuple):
+    """A launch for packed queries `rows` and (packed) keys `keys` or all pages. `lengths`: prefix
+    sums of queries and (packed) of keys, (paged) lengths of keys and table."""
 
-    calls: tuple[tuple[Part, Tensor, Tensor], ...]
+    kernels: Kernels
+    rows: slice
+    keys: slice
+    causal: bool
+    lengths: tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]
+
+
+class Prepared(NamedTuple):
+    """A batch's calls, made once for all layers, and packed rows that see no key. `num_tokens`
+    queries, `num_keys` packed keys (0 where they are paged)."""
+
+    calls: tuple[Call, ...]
     blank: tuple[slice, ...]
+    num_tokens: int
+    num_keys: int
 
 
-def _prepare(plan: AttentionPlan, meta: VarlenMetadata, device: torch.device) -> _Prepared:
-    site = plan.shape.site
+def _prepare(
+    plan: AttentionPlan, meta: VarlenMetadata | PagedMetadata, device: torch.device
+) -> Prepared:
+    _check_lengths(plan, meta)
+    site, num_tokens = plan.shape.site, sum(meta.q_lens)
+    if isinstance(meta, PagedMetadata):
+        if not num_tokens:
+            return Prepared((), (), 0, 0)
+        lengths = (meta.cu_q, None, meta.kv_lens_dev, meta.block_table)
+        kernels = kernels_of(launch_of(plan, site.causal))
+        call = Call(kernels, WHOLE, WHOLE, site.causal, lengths)
+        return Prepared((call,), (), num_tokens, 0)
     made = cut(site.causal, site.window is not None, meta)
-    calls: list[tuple[Part, Tensor, Tensor]] = []
+    calls: list[Call] = []
     for part in made.parts:
         mine = part.q_lens == meta.q_lens and part.kv_lens == meta.kv_lens
         cu_q = meta.cu_q if mine else prefix_sums(part.q_lens, device)
         cu_kv = meta.cu_kv if mine else prefix_sums(part.kv_lens, device)
-        calls.append((part, cu_q, cu_kv))
-    return _Prepared(tuple(calls), made.blank)
+        kernels = kernels_of(launch_of(plan, part.causal))
+        calls.append(Call(kernels, part.rows, part.keys, part.causal, (cu_q, cu_kv, None, None)))
+    return Prepared(tuple(calls), made.blank, num_tokens, sum(meta.kv_lens))
 
 
-def _results(plan: AttentionPlan, q_THD: Tensor) -> tuple[Tensor, Tensor]:
+def _attend(
+    plan: AttentionPlan,
+    q_THD: Tensor,
+    k: Tensor,
+    v: Tensor,
+    meta: VarlenMetadata | PagedMetadata,
+    sink_H: Tensor | None,
+) -> Attended:
+    """`k`, `v`: [N, P, K, D] where paged, else [S, K, D]."""
+    _check(plan, q_THD, k, v, sink_H)
+    work = meta.work.get(plan, lambda: _prepare(plan, meta, q_THD.device))
     num_tokens, site = q_THD.shape[0], plan.shape.site
+    assert num_tokens == work.num_tokens, f"{num_tokens} queries of {work.num_tokens}"
+    if not isinstance(meta, PagedMetadata):
+        assert k.shape[0] == v.shape[0] == work.num_keys, f"{len(k)} keys of {work.num_keys}"
     out_THE = q_THD.new_empty((num_tokens, site.num_q_heads, site.head_dim_v))
     lse_HT = q_THD.new_empty((site.num_q_heads, num_tokens), dtype=torch.float32)
-    return out_THE, lse_HT
+    sink_H = None if sink_H is None else sink_H.float()
+    for rows in work.blank:
+        out_THE[rows] = 0
+        lse_HT[:, rows] = -torch.inf if sink_H is None else sink_H[:, None]
+    for call in work.calls:
+        rows, keys = call.rows, call.keys
+        _run(plan, call, (q_THD[rows], k[keys], v[keys], out_THE[rows], lse_HT[:, rows]), sink_H)
+    return Attended(out_THE, lse_HT.t())
 
 
-class _Call(NamedTuple):
-    """`lengths`: prefix sums of queries and (packed) of keys, (paged) lengths of keys and table."""
-
-    q_THD: Tensor
-    k: Tensor
-    v: Tensor
-    out_THE: Tensor
-    lse_HT: Tensor
-    lengths: tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]
-
-
-def _run(plan: AttentionPlan, causal: bool, call: _Call, sink_H: Tensor | None) -> None:
-    kernels = kernels_of(launch_of(plan, causal))
+def _run(
+    plan: AttentionPlan, call: Call, tensors: tuple[Tensor, ...], sink_H: Tensor | None
+) -> None:
+    """`tensors`: queries, keys, values, out and lse of a call."""
+    arguments = forward_arguments(plan, call, sink_H)
     if plan.max_splits == 1:
-        kernels.forward(*forward_arguments(plan, causal, call, sink_H))
+        call.kernels.forward(*tensors, *arguments)
         return
-    assert kernels.combine is not None, "compiled with its splits"
-    sizes = (plan.max_splits, *call.out_THE.shape), (plan.max_splits, *call.lse_HT.shape)
+    assert call.kernels.combine is not None, "compiled with its splits"
+    *inputs, out_THE, lse_HT = tensors
     part_XTHE, part_XHT = (
-        torch.empty(size, dtype=torch.float32, device=call.q_THD.device) for size in sizes
+        t.new_empty((plan.max_splits, *t.shape), dtype=torch.float32) for t in (out_THE, lse_HT)
     )
-    parts = call._replace(out_THE=part_XTHE, lse_HT=part_XHT)
-    kernels.forward(*forward_arguments(plan, causal, parts, sink_H))
-    joined = (part_XTHE, part_XHT.transpose(1, 2), call.out_THE, call.lse_HT.t())
-    kernels.combine(*joined, call.lengths[0], None, None, None, None)
+    call.kernels.forward(*inputs, part_XTHE, part_XHT, *arguments)
+    joined = (part_XTHE, part_XHT.transpose(1, 2), out_THE, lse_HT.t())
+    call.kernels.combine(*joined, call.lengths[0], None, None, None, None)
 
 
-def forward_arguments(
-    plan: AttentionPlan, causal: bool, call: _Call, sink_H: Tensor | None
-) -> tuple[Any, ...]:
-    """Of the compiled kernel, in the order of `attention.fa4.RELEASE`; SM100's takes more."""
+def forward_arguments(plan: AttentionPlan, call: Call, sink_H: Tensor | None) -> tuple[Any, ...]:
+    """Of a compiled kernel after its tensors, as `attention.fa4.RELEASE` has them."""
     site = plan.shape.site
     cu_q, cu_kv, kv_lens, table = call.lengths
-    after = None if site.window is None else (0 if causal else site.window)
+    after = None if site.window is None else (0 if call.causal else site.window)
     blackwell = plan.tmem_columns > 0
     return (
-        *call[:5],
         site.scale,
         cu_q,
         cu_kv,
@@ -420,33 +431,31 @@ def _no_extras() -> Any:
     return import_module("flash_attn.cute.utils").AuxData(None, None)
 
 
-def _check(
-    plan: AttentionPlan,
-    q_THD: Tensor,
-    k: Tensor,
-    v: Tensor,
-    meta: VarlenMetadata | PagedMetadata,
-    sink_H: Tensor | None,
-) -> None:
-    """The call is the one that was planned."""
-    shape, site = plan.shape, plan.shape.site
-    assert q_THD.shape == (sum(meta.q_lens), site.num_q_heads, site.head_dim), q_THD.shape
-    for t in (q_THD, k, v):
-        assert str(t.dtype) == f"torch.{shape.dtype}", f"{t.dtype}, planned {shape.dtype}"
-        assert _is_wide(t), f"strides {t.stride()}: rows start at borders of {WIDE_BYTES} bytes"
-    assert k.shape[-2:] == (site.num_kv_heads, site.head_dim), k.shape
-    assert v.shape[-2:] == (site.num_kv_heads, site.head_dim_v), v.shape
+def _check_lengths(plan: AttentionPlan, meta: VarlenMetadata | PagedMetadata) -> None:
+    """The batch is within the one that was planned."""
+    shape = plan.shape
     assert meta.batch <= shape.batch, f"{meta.batch} sequences, planned {shape.batch}"
     assert meta.max_q_len <= shape.max_q_len, f"{meta.max_q_len}, planned {shape.max_q_len}"
     assert meta.max_kv_len <= shape.max_kv_len, f"{meta.max_kv_len}, planned {shape.max_kv_len}"
-    assert site.sink == (sink_H is not None), f"sink planned: {site.sink}"
     if isinstance(meta, PagedMetadata):
         assert meta.page_size == shape.page_size, f"{meta.page_size}, {shape.page_size}"
-        assert k.shape[1] == v.shape[1] == meta.page_size, f"pages of {k.shape[1]}"
         assert len(meta.block_table) == meta.batch, meta.block_table.shape
         assert meta.block_table.stride(-1) == 1, meta.block_table.stride()
         for q_len, kv_len in zip(meta.q_lens, meta.kv_lens, strict=True):
             assert q_len <= kv_len, f"{q_len} queries are the last of {kv_len} keys"
+
+
+def _check(plan: AttentionPlan, q_THD: Tensor, k: Tensor, v: Tensor, sink_H: Tensor | None) -> None:
+    """The tensors are those that were planned."""
+    site, dtype = plan.shape.site, getattr(torch, plan.shape.dtype)
+    page = () if plan.shape.page_size is None else (plan.shape.page_size,)
+    assert q_THD.shape[1:] == (site.num_q_heads, site.head_dim), q_THD.shape
+    assert k.shape[1:] == (*page, site.num_kv_heads, site.head_dim), k.shape
+    assert v.shape[1:] == (*page, site.num_kv_heads, site.head_dim_v), v.shape
+    for t in (q_THD, k, v):
+        assert t.dtype == dtype, f"{t.dtype}, planned {dtype}"
+        assert _is_wide(t), f"strides {t.stride()}: rows start at borders of {WIDE_BYTES} bytes"
+    assert site.sink == (sink_H is not None), f"sink planned: {site.sink}"
 
 
 def _is_wide(t: Tensor) -> bool:
