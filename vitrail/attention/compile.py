@@ -1,6 +1,6 @@
 """The proof of a plan: every kernel that it names is compiled for its GPU, on a machine that needs
 none, and what the binary takes is held to what the plan allows (`cubin`): Triton's kernels here,
-FlashAttention-4's in a process of their own (`compile_fa4`).
+those in CuTe DSL in processes of their own (`compile_fa4`, `compile_cute`).
 
 Triton keeps compiled kernels on disk, under a hash of their source, constants, target and
 compiler."""
@@ -11,8 +11,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompiledKernel
 
-from vitrail.attention import compile_fa4
-from vitrail.attention.backends.triton import Launch, launches
+from vitrail.attention import compile_cute, compile_fa4
+from vitrail.attention.backends.triton import Launch, join_launch, launches
 from vitrail.attention.cubin import Taken, hold, read_cubin
 from vitrail.attention.plan import AttentionPlan
 from vitrail.config.finding import Finding
@@ -28,13 +28,21 @@ def prove(plans: Iterable[AttentionPlan], gpu: Hardware) -> list[Finding]:
     found: dict[Finding, None] = {}
     taken: dict[str, Taken] = {}
     for plan in plans:
-        for launch in launches(plan) if plan.backend == "triton" else ():
+        for launch in triton_launches(plan):
             name = repr(launch)
             if name not in taken:
                 taken[name] = take(launch, gpu.cc)
             found.update(dict.fromkeys(hold(taken[name], plan, gpu)))
     found.update(dict.fromkeys(compile_fa4.prove(plans, gpu)))
+    found.update(dict.fromkeys(compile_cute.prove(plans, gpu)))
     return list(found)
+
+
+def triton_launches(plan: AttentionPlan) -> tuple[Launch, ...]:
+    """A plan's kernels that are Triton's: also what joins our CuTe kernel's results."""
+    if plan.backend == "triton":
+        return launches(plan)
+    return (join_launch(plan),) if plan.backend == "cute" and plan.max_splits > 1 else ()
 
 
 def take(launch: Launch, cc: int) -> Taken:

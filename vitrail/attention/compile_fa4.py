@@ -1,22 +1,14 @@
-"""FlashAttention-4's kernels compiled for a GPU that is not here, in a process of their own: its
-host code reads its target from the environment. Registers, stack and threads are read from the
-binary, shared memory from the launch in the compiled host code. What its compiler refuses is a
-`Finding`.
+"""FlashAttention-4's kernels compiled for a GPU that is not here (`compile_process`): its host code
+reads its target from the environment. Registers, stack and threads are read from the binary, shared
+memory from the launch in the compiled host code. What its compiler refuses is a `Finding`."""
 
-    python -m vitrail.attention.compile_fa4 90 < launches.json
-
-prints one line of JSON for each launch of the list it reads: what it takes, or the error."""
-
-import json
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from typing import Any
 
 from vitrail.attention.backends.fa4 import Launch, compile_launch, launches
+from vitrail.attention.compile_process import Answer, ask, refused, serve
 from vitrail.attention.cubin import Taken, hold, read_cubin, read_threads
 from vitrail.attention.plan import AttentionPlan
 from vitrail.config.finding import Finding
@@ -37,60 +29,30 @@ def prove(plans: Iterable[AttentionPlan], gpu: Hardware) -> Iterator[Finding]:
 
 
 def judge(
-    plans: Iterable[AttentionPlan], gpu: Hardware, results: dict[Launch, list[Taken] | str]
+    plans: Iterable[AttentionPlan], gpu: Hardware, results: dict[Launch, Answer]
 ) -> Iterator[Finding]:
     for plan in plans:
         for launch in launches(plan):
             result = results[launch]
             if isinstance(result, str):
-                yield refused(plan, gpu, result)
+                yield refused(plan, gpu, "flash-attn-4", result)
                 continue
             for taken in result:
                 yield from hold(taken, plan, gpu)
 
 
-def refused(plan: AttentionPlan, gpu: Hardware, error: str) -> Finding:
-    site = plan.shape.site
-    return Finding(
-        where=f"attention {plan.shape.phase}: flash-attn-4 on {gpu.name}",
-        saw=f"{error} for tiles of {plan.tile_m} x {plan.tile_n}, heads of {site.head_dim} and "
-        f"{site.head_dim_v}, {site.num_q_heads} to {site.num_kv_heads}, pages of "
-        f"{plan.shape.page_size or 0}, {plan.max_splits} splits",
-        rule="every kernel that a plan names compiles for its GPU",
-        change="install the release that this backend is tested with, or report this plan",
-        code="compile_failed",
-    )
-
-
-def take(plans: Iterable[AttentionPlan], gpu: Hardware) -> dict[Launch, list[Taken] | str]:
+def take(plans: Iterable[AttentionPlan], gpu: Hardware) -> dict[Launch, Answer]:
     """What the kernels of each distinct launch take, or the error that its compiler raised."""
     wanted = list(dict.fromkeys(launch for plan in plans for launch in launches(plan)))
-    target = f"sm_{gpu.cc}"
-    done = subprocess.run(
-        [
-            "env",
-            f"FLASH_ATTENTION_ARCH={target}",
-            f"CUTE_DSL_ARCH={target}{'a' if gpu.cc >= 90 else ''}",
-            f"FLASH_ATTENTION_NUM_SMS={gpu.num_sms}",
-            "CUTE_DSL_KEEP_CUBIN=1",
-            "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED=0",
-            sys.executable,
-            "-m",
-            __name__,
-            str(gpu.cc),
-        ],
-        input=json.dumps([asdict(launch) for launch in wanted]),
-        capture_output=True,
-        text=True,
-    )
-    lines = done.stdout.splitlines()
-    if done.returncode or len(lines) != len(wanted):
-        raise RuntimeError(f"the compiler's process ended: {done.stderr[-2000:]}")
-    return {launch: _result(json.loads(line)) for launch, line in zip(wanted, lines, strict=True)}
-
-
-def _result(line: list[dict[str, Any]] | str) -> list[Taken] | str:
-    return line if isinstance(line, str) else [Taken(**taken) for taken in line]
+    name = f"sm_{gpu.cc}"
+    target = {
+        "FLASH_ATTENTION_ARCH": name,
+        "CUTE_DSL_ARCH": f"{name}{'a' if gpu.cc >= 90 else ''}",
+        "FLASH_ATTENTION_NUM_SMS": str(gpu.num_sms),
+        "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED": "0",
+    }
+    questions = [{"cc": gpu.cc, "launch": asdict(launch)} for launch in wanted]
+    return dict(zip(wanted, ask(__name__, questions, target), strict=True))
 
 
 def launch_smem_bytes(host_code: str) -> int:
@@ -118,18 +80,11 @@ def _taken(name: str, kernel: Any, cc: int) -> Taken:
     )
 
 
-def main() -> None:
-    cc, answers = int(sys.argv[1]), os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what compilers print is no answer
-    for given in json.load(sys.stdin):
-        try:
-            kernels = compile_launch(Launch(**given))
-            made = {"flash-attn-4": kernels.forward, "flash-attn-4 combine": kernels.combine}
-            taken = [_taken(name, made[name], cc) for name in made if made[name] is not None]
-            print(json.dumps([asdict(t) for t in taken]), file=answers, flush=True)
-        except Exception as error:  # noqa: BLE001  the answer to what was asked
-            print(json.dumps(f"{type(error).__name__}: {error}"), file=answers, flush=True)
+def _take(question: dict[str, Any]) -> list[Taken]:
+    kernels = compile_launch(Launch(**question["launch"]))
+    made = {"flash-attn-4": kernels.forward, "flash-attn-4 combine": kernels.combine}
+    return [_taken(name, made[name], question["cc"]) for name in made if made[name] is not None]
 
 
 if __name__ == "__main__":
-    main()
+    serve(_take)

@@ -1,7 +1,6 @@
 """Attention by our CuTe DSL kernel for Hopper (`kernels/decode_sm90.py`): decode over pages and
 over latent pages. The host checks the call and launches; records of work and the kernel that joins
-split sequences are those of the Triton backend. `spec` is the one statement of how a plan's kernel
-is specialised: what runs is what `attention/compile.py` proves.
+split sequences are those of the Triton backend.
 
 Legend: T packed queries, H query heads, K key heads, D head_dim, E head_dim_v, N pages, P page
 size, C latent rank + rotary channels."""
@@ -17,33 +16,11 @@ from torch import Tensor
 
 from vitrail.attention.backend import UNSCALED, Attended, AttentionBackend
 from vitrail.attention.backends.triton import check, factors, is_wide, join, prepare
-from vitrail.attention.kernels.decode_sm90 import DecodeSm90, Spec
+from vitrail.attention.decode_spec import Spec, spec
+from vitrail.attention.kernels.decode_sm90 import DecodeSm90
 from vitrail.attention.metadata import PagedMetadata, VarlenMetadata
-from vitrail.attention.plan import AttentionPlan, Loader
+from vitrail.attention.plan import AttentionPlan
 from vitrail.config.model import KvScales
-
-
-def spec(plan: AttentionPlan) -> Spec:
-    """What the kernel of a plan is specialised for."""
-    shape, site = plan.shape, plan.shape.site
-    assert shape.page_size is not None, shape
-    single = site.causal and shape.max_q_len == 1
-    return Spec(
-        half=shape.dtype,
-        tile_m=plan.tile_m,
-        stages=plan.num_stages,
-        heads=site.num_q_heads,
-        kv_heads=site.num_kv_heads,
-        dim=site.head_dim,
-        dim_v=site.head_dim_v,
-        page=shape.page_size,
-        latent=site.latent_rank > 0,
-        single=single,
-        window=site.window is not None,
-        softcap=site.softcap is not None,
-        sink=site.sink,
-        bulk=plan.loader is Loader.BULK,
-    )
 
 
 @cache

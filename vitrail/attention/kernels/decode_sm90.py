@@ -16,7 +16,12 @@ warpgroup (16-byte copies, any page) loads, `STAGES` tiles ahead. Records of ite
 Keys outside [lo, hi) may hold anything, and boxes past the last page are not loaded: their scores
 are masked, and their rows of V, which a weight of zero would not silence, are cleared."""
 
-from dataclasses import dataclass
+# The DSL traces these functions: what a name holds is not what its annotation says.
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
+# pyright: reportGeneralTypeIssues=false, reportIndexIssue=false, reportInvalidTypeForm=false
+# pyright: reportOperatorIssue=false, reportOptionalMemberAccess=false
+# pyright: reportOptionalSubscript=false, reportPrivateImportUsage=false
+# pyright: reportInvalidTypeArguments=false
 
 import cuda.bindings.driver as cuda
 import cutlass
@@ -25,58 +30,16 @@ from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.cute.nvgpu.warpgroup import MmaF16BF16Op, OperandSource, SmemLayoutAtomKind
 
+from vitrail.attention.decode_spec import WARPGROUP, Spec
+
 KEYS = 64  # of a tile: rows of the matrix instruction
 BLOCK = 64  # channels of a swizzled row of 128 bytes
-WARPGROUP = 128
 # A thread's, where two warpgroups compute: they take over from the one that loads.
 MANY_REGISTERS, FEW_REGISTERS = 224, 56
 LN_2 = 0.6931471805599453
 LOG2_E = 1.4426950408889634
 _COLUMNS = {8: SmemLayoutAtomKind.MN_INTER, 16: SmemLayoutAtomKind.MN_SW32}
 _COLUMNS |= {32: SmemLayoutAtomKind.MN_SW64, 64: SmemLayoutAtomKind.MN_SW128}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Spec:
-    """All that the kernel is specialised for. `tile_m`: query rows of a program, 8, 16, 32 or 64.
-    `single`: one causal query a sequence, whose bounds are the item's."""
-
-    half: str
-    tile_m: int
-    stages: int
-    heads: int
-    kv_heads: int
-    dim: int
-    dim_v: int
-    page: int
-    latent: bool
-    single: bool
-    window: bool
-    softcap: bool
-    sink: bool
-    bulk: bool
-
-    @property
-    def groups(self) -> int:
-        """Warpgroups that compute: two where the accumulator of a latent tile needs them. Each
-        scores half of the rows and sums half of the channels."""
-        return 2 if self.latent and self.tile_m == 64 else 1
-
-    @property
-    def key_dim(self) -> int:
-        """Channels of K."""
-        return self.dim - self.dim_v if self.latent else self.dim
-
-    @property
-    def key_stages(self) -> int:
-        """Tiles of K. A latent's rotary tile becomes that of its weights: one at work, one on its
-        way leave room for three of the wide tiles."""
-        return 2 if self.latent else self.stages
-
-    @property
-    def loaders(self) -> int:
-        """Loading threads: a whole warpgroup also where it hands its registers over."""
-        return 32 if self.bulk and self.groups == 1 else WARPGROUP
 
 
 class DecodeSm90:

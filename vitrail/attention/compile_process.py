@@ -1,0 +1,65 @@
+"""Compilers that read their target from the environment, asked in a process of their own. A
+question is a JSON object; the answer is what the kernels take, or the error that was raised."""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any
+
+from vitrail.attention.cubin import Taken
+from vitrail.attention.plan import AttentionPlan
+from vitrail.config.finding import Finding
+from vitrail.config.hardware import Hardware
+
+Answer = list[Taken] | str
+
+
+def ask(module: str, questions: list[dict[str, Any]], target: dict[str, str]) -> list[Answer]:
+    """What `module`, run as a program with `target` in its environment, answers to each question.
+    Binaries that the compilers keep lie in a folder that goes with them."""
+    with tempfile.TemporaryDirectory() as folder:
+        kept = {"CUTE_DSL_KEEP": "cubin", "CUTE_DSL_DUMP_DIR": folder}
+        environment = [f"{name}={value}" for name, value in {**kept, **target}.items()]
+        done = subprocess.run(
+            ["env", *environment, sys.executable, "-m", module],
+            input=json.dumps(questions),
+            capture_output=True,
+            text=True,
+        )
+    lines = done.stdout.splitlines()
+    if done.returncode or len(lines) != len(questions):
+        raise RuntimeError(f"the compiler's process ended: {done.stderr[-2000:]}")
+    return [_answer(json.loads(line)) for line in lines]
+
+
+def _answer(line: list[dict[str, Any]] | str) -> Answer:
+    return line if isinstance(line, str) else [Taken(**taken) for taken in line]
+
+
+def serve(take: Callable[[dict[str, Any]], list[Taken]]) -> None:
+    """The program's side: one line for each question on the standard input."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what compilers print is no answer
+    for question in json.load(sys.stdin):
+        try:
+            answer: Any = [asdict(taken) for taken in take(question)]
+        except Exception as error:  # noqa: BLE001  the answer to what was asked
+            answer = f"{type(error).__name__}: {error}"
+        print(json.dumps(answer), file=answers, flush=True)
+
+
+def refused(plan: AttentionPlan, gpu: Hardware, compiler: str, error: str) -> Finding:
+    site = plan.shape.site
+    return Finding(
+        where=f"attention {plan.shape.phase}: {compiler} on {gpu.name}",
+        saw=f"{error} for tiles of {plan.tile_m} x {plan.tile_n}, heads of {site.head_dim} and "
+        f"{site.head_dim_v}, {site.num_q_heads} to {site.num_kv_heads}, pages of "
+        f"{plan.shape.page_size or 0}, {plan.max_splits} splits",
+        rule="every kernel that a plan names compiles for its GPU",
+        change="install the release that this backend is tested with, or report this plan",
+        code="compile_failed",
+    )
