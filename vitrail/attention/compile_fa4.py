@@ -14,6 +14,7 @@ import subprocess
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from vitrail.attention.backends.fa4 import Launch, compile_launch, launches
@@ -66,23 +67,21 @@ def take(plans: Iterable[AttentionPlan], gpu: Hardware) -> dict[Launch, list[Tak
     """What the kernels of each distinct launch take, or the error that its compiler raised."""
     wanted = list(dict.fromkeys(launch for plan in plans for launch in launches(plan)))
     target = f"sm_{gpu.cc}"
-    done = subprocess.run(
-        [
-            "env",
-            f"FLASH_ATTENTION_ARCH={target}",
-            f"CUTE_DSL_ARCH={target}{'a' if gpu.cc >= 90 else ''}",
-            f"FLASH_ATTENTION_NUM_SMS={gpu.num_sms}",
-            "CUTE_DSL_KEEP_CUBIN=1",
-            "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED=0",
-            sys.executable,
-            "-m",
-            __name__,
-            str(gpu.cc),
-        ],
-        input=json.dumps([asdict(launch) for launch in wanted]),
-        capture_output=True,
-        text=True,
-    )
+    variables = {
+        "FLASH_ATTENTION_ARCH": target,
+        "FLASH_ATTENTION_NUM_SMS": gpu.num_sms,
+        "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED": 0,
+        "CUTE_DSL_ARCH": target + ("a" if gpu.cc >= 90 else ""),
+        "CUTE_DSL_KEEP_CUBIN": 1,
+    }
+    with TemporaryDirectory() as folder:  # kept binaries are also written
+        named = [f"{k}={v}" for k, v in (variables | {"CUTE_DSL_DUMP_DIR": folder}).items()]
+        done = subprocess.run(
+            ["env", *named, sys.executable, "-m", __name__, str(gpu.cc)],
+            input=json.dumps([asdict(launch) for launch in wanted]),
+            capture_output=True,
+            text=True,
+        )
     lines = done.stdout.splitlines()
     if done.returncode or len(lines) != len(wanted):
         raise RuntimeError(f"the compiler's process ended: {done.stderr[-2000:]}")
