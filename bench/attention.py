@@ -83,6 +83,7 @@ def site(heads: int, kv_heads: int, dim: int, dim_v: int, **more) -> AttentionSi
 GQA, WIDE, NARROW = site(32, 8, 128, 128), site(64, 4, 192, 128), site(8, 1, 192, 128)
 MLA = site(16, 1, 576, 512, latent_rank=512, scale=192**-0.5)
 MLA_128 = site(128, 1, 576, 512, latent_rank=512, scale=192**-0.5)
+PLAIN = site(32, 32, 128, 128)
 EXPANDED, VISION = site(16, 16, 192, 128), site(16, 16, 72, 72, causal=False)
 MIXED = (
     256,
@@ -118,18 +119,23 @@ def cases() -> Iterator[Case]:
             yield decode(name, where, batch, keys)
     for batch, keys in ((32, 8192), (256, 1024), (1, 32768), (32, 1024), (1, 1024)):
         yield decode("MLA 16", MLA, batch, keys)
-    yield Case(name="vision 1 x 4356", site=VISION, phase=Phase.ENCODE, lens=(4356,))
-    yield Case(name="vision 8 x 4356", site=VISION, phase=Phase.ENCODE, lens=(4356,) * 8)
+    for images, patches in ((1, 256), (16, 256), (1, 1024), (1, 4356), (8, 4356), (1, 16384)):
+        name = f"vision {images} x {patches}"
+        yield Case(name=name, site=VISION, phase=Phase.ENCODE, lens=(patches,) * images)
     yield Case(name="vision 16 mixed", site=VISION, phase=Phase.ENCODE, lens=MIXED)
     for batch, keys in ((1, 8192), (8, 2048), (1, 1024)):
         name = f"prefill 16 x 192/128, {batch} x {keys >> 10}k"
         yield Case(name=name, site=EXPANDED, phase=Phase.PREFILL, lens=(keys,) * batch)
+    yield Case(name="prefill 32 x 128, 1 x 8k", site=PLAIN, phase=Phase.PREFILL, lens=(8192,))
     yield Case(name="extend 32/8 x 128, 1 x 8k", site=GQA, phase=Phase.EXTEND, lens=(8192,))
-    for batch, keys in ((1, 65536), (256, 8192), (8, 65536)):
+    for batch, keys in ((1, 65536), (256, 8192), (8, 65536), (1, 1024), (8, 1024), (64, 1024)):
         for name, where in (("32/8 x 128", GQA), ("64/4 x 192/128", WIDE), ("8/1", NARROW)):
             yield decode(name, where, batch, keys)
     yield decode("MLA 128", MLA_128, 32, 8192)
     yield decode("MLA 128", MLA_128, 256, 1024)
+    yield decode("MLA 16", MLA, 8, 65536)
+    yield decode("32/8 x 128", GQA, 64, 65536)
+    yield decode("64/4 x 192/128", WIDE, 64, 65536)
     for page in (16, 128, 1):
         yield decode("32/8 x 128", GQA, 64, 8192, page)
         yield decode("64/4 x 192/128", WIDE, 64, 8192, page)

@@ -63,7 +63,7 @@ class Launch:
 
     @property
     def options(self) -> dict[str, int]:
-        options = {
+        options: dict[str, int] = {
             "num_warps": self.num_warps,
             "num_stages": self.num_stages,
             "enable_fp_fusion": True,
