@@ -65,11 +65,19 @@ def planned(where: AttentionSite, phase: Phase, page: int = 16, gpu=H200, **more
 
 def test_an_h200_takes_what_was_measured_quickest_there():
     for where, phase in ((VISION, Phase.ENCODE), (EXPANDED, Phase.PREFILL)):
-        made = plan(shape_of(where, phase), H200, installed=INSTALLED)
+        made = plan(shape_of(where, phase, max_kv_len=8192), H200, installed=INSTALLED)
         assert isinstance(made, AttentionPlan)
         assert (made.backend, made.kernel) == ("fa4", "varlen")
-    for phase, name in ((Phase.EXTEND, "fa4"), (Phase.DECODE, "cute")):
-        made = plan(shape_of(site(4, 2, 64, 64), phase), H200, installed=INSTALLED)
+    for phase, q_len, name in ((Phase.EXTEND, 300, "fa4"), (Phase.DECODE, 1, "cute")):
+        shape = shape_of(site(4, 2, 64, 64), phase, max_q_len=q_len)
+        made = plan(shape, H200, installed=INSTALLED)
+        assert isinstance(made, AttentionPlan)
+        assert made.backend == name
+
+
+def test_small_images_are_ours():
+    for kv_len, name in ((256, "triton"), (512, "triton"), (1024, "fa4")):
+        made = plan(shape_of(VISION, Phase.ENCODE, max_kv_len=kv_len), H200, installed=INSTALLED)
         assert isinstance(made, AttentionPlan)
         assert made.backend == name
 
@@ -77,8 +85,9 @@ def test_an_h200_takes_what_was_measured_quickest_there():
 @pytest.mark.parametrize("gpu", [g for g in GPUS if g.cc != 90], ids=lambda g: g.name)
 @pytest.mark.parametrize("phase", list(Phase))
 def test_where_nothing_was_measured_our_kernels_are_first(gpu, phase):
-    assert order(phase, gpu) == ("triton", "reference")
-    assert order(phase, CPU) == ("reference",)
+    shape = shape_of(site(4, 2, 64, 64), phase)
+    assert order(shape, gpu) == ("triton", "reference")
+    assert order(shape, CPU) == ("reference",)
 
 
 LIMITS = PlanLimits(dtype="bfloat16", page_size=64, max_batch=64, max_q_len=512, max_kv_len=20_000)
@@ -126,7 +135,7 @@ def test_another_release_is_refused_by_name():
         (B300, site(8, 1, 192, 128), 128, 8192, "64 keys of a tile, pages of 128, for 128"),
         (B300, site(8, 1, 192, 128), 128, 8064, None),
         (B300, site(8, 1, 128, 128), 128, 65536, None),
-        (H200, site(8, 1, 192, 128), 128, 65536, None),
+        (H200, site(8, 1, 192, 128), 64, 65536, None),
         (H200, site(4, 4, 256, 256), 1, 4096, "80 keys of a tile, pages of 1, for 128"),
         (H200, site(4, 4, 128, 128), 1, 4096, None),
     ],

@@ -112,6 +112,7 @@ MUTATIONS: dict[str, tuple[str, Choose]] = {
     "fa4_paged_ampere": ("fa4", choose_fa4),
     "fa4_paged_dims": ("fa4", choose_fa4),
     "fa4_bulk_page": ("fa4", altered(choose_fa4, loader=lambda f, c: BY_BULK)),
+    "fa4_tail": ("fa4", choose_fa4),
     "fa4_tile_kept": ("fa4", altered(choose_fa4, tile_n=lambda f, c: c.tile_n // 2)),
     "fa4_bulk_kept": ("fa4", altered(choose_fa4, loader=lambda f, c: BY_ROWS)),
     "fa4_split_arch": ("fa4", altered(choose_fa4, max_splits=lambda f, c: 2, **twice_the_items)),

@@ -254,7 +254,7 @@ def test_e4m3_rows_are_written_as_on_a_cpu(scale):
 
 
 @needs_fa4
-@pytest.mark.parametrize("page", [1, 16, 64, 128])
+@pytest.mark.parametrize("page", [1, 16, 64, 256])
 @pytest.mark.parametrize("name", [n for n in DECODES if not n.startswith("mla")])
 @pytest.mark.parametrize("phase", PAGED)
 def test_flash_attention_4_in_pages(phase, name, page):

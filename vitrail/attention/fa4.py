@@ -346,6 +346,15 @@ FA4_RULES: tuple[Rule, ...] = (
         "a page is a tile",
         "use a page size of {c.tile_n}",
     ),
+    # Seen on an H200: NaN behind the last key of a page of 128 made every output NaN.
+    _rule(
+        "tail",
+        "page_size",
+        lambda f, c: (is_hopper(f) == 0) | (f.paged == 0) | (c.loader != BY_BULK),
+        "tiles of {c.tile_n} keys by bulk copy from pages of {f.page}",
+        "nothing past the last key is read: a weight of zero does not silence a NaN there",
+        "use a page size other than {c.tile_n}, or another backend",
+    ),
     _rule(
         "tile_kept",
         "max_kv_len",

@@ -73,6 +73,7 @@ MEASURED_ORDER: Mapping[tuple[Phase, int], tuple[str, ...]] = MappingProxyType(
     }
 )
 CUDA_ORDER = ("triton", "reference")
+SMALL_IMAGE = 512  # patches of images that ours encodes quicker than FlashAttention-4
 
 # The reference holds at most this many bytes of fp32 scores, and of fp32 keys and values, at once.
 REFERENCE_SCORE_BYTES = 64 << 20
@@ -177,7 +178,7 @@ def _planned(
         return found
     refused: list[_Refused] = []
     f, releases = facts(shape, gpu), dict(installed)
-    for name in (prefer,) if prefer else order(shape.phase, gpu):
+    for name in (prefer,) if prefer else order(shape, gpu):
         made = _attempt(name, shape, gpu, f, releases)
         if isinstance(made, AttentionPlan):
             return made
@@ -258,9 +259,13 @@ def passed_over(
     return found
 
 
-def order(phase: Phase, gpu: Hardware) -> tuple[str, ...]:
-    """Backends for a phase on `gpu`, best first."""
-    return MEASURED_ORDER.get((phase, gpu.cc), CUDA_ORDER) if gpu.cc else ("reference",)
+def order(shape: AttentionShape, gpu: Hardware) -> tuple[str, ...]:
+    """Backends for a shape on `gpu`, best first."""
+    if not gpu.cc:
+        return ("reference",)
+    if shape.phase is Phase.ENCODE and shape.max_kv_len <= SMALL_IMAGE:
+        return CUDA_ORDER
+    return MEASURED_ORDER.get((shape.phase, gpu.cc), CUDA_ORDER)
 
 
 def _preference_findings(prefer: str | None) -> list[Finding]:
@@ -419,11 +424,12 @@ def make_table(
         plans[site, phase] = []
         for batch in batch_buckets(limits):
             for kv_len in kv_buckets(limits):
-                made = plan(_bucket(site, phase, limits, batch, kv_len), gpu, prefer, installed)
+                shape = _bucket(site, phase, limits, batch, kv_len)
+                made = plan(shape, gpu, prefer, installed)
                 if isinstance(made, AttentionPlan):
                     plans[site, phase].append(made)
                     if prefer is None:
-                        better = passed_over(made, gpu, order(phase, gpu), installed)
+                        better = passed_over(made, gpu, order(shape, gpu), installed)
                         warnings.update(dict.fromkeys(better))
                 else:
                     found.update(dict.fromkeys(made))
