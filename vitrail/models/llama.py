@@ -7,7 +7,7 @@ from vitrail.config.finding import Finding
 from vitrail.config.model import DType, GqaConfig, ModelConfig, TextConfig
 from vitrail.config.reader import Keys
 from vitrail.layers.decoder import DenseForCausalLM
-from vitrail.models.dense import read_dense, text_ignored, text_rows, text_ties
+from vitrail.models.dense import gguf_rows, read_dense, text_ignored, text_rows, text_ties
 from vitrail.models.reading import text_model
 from vitrail.weights.mapping import WeightMap
 
@@ -50,6 +50,11 @@ def weight_map(config: ModelConfig) -> WeightMap:
         ties=text_ties(config.text, "", ""),
         ignored=text_ignored(""),
     )
+
+
+def gguf_map(config: ModelConfig) -> WeightMap:
+    """llama.cpp's names; its converter stores rows of q and k by rotary pair."""
+    return gguf_rows(config, paired=True)
 
 
 def build(config: ModelConfig, dtype: DType) -> DenseForCausalLM:
