@@ -12,8 +12,9 @@ from tests.weights.gguf_files import LLAMA, convert, write
 from vitrail import LLM, SamplingParams
 from vitrail.config.finding import Finding, Refused
 from vitrail.engine.checkpoint import Checkpoint, open_checkpoint
+from vitrail.models.gguf import LLAMA3 as LLAMA3_WORDS
 from vitrail.models.gguf import published_config
-from vitrail.weights.gguf import GgufTensors
+from vitrail.weights.gguf import GgufFile, GgufTensors
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "text_models"
 YARN = {
@@ -99,7 +100,7 @@ def test_an_architecture_of_another_name_is_refused_with_ours(tmp_path: Path) ->
     path = write(tmp_path / "x.gguf", {}, {"a": np.ones((2, 2), np.float32)}, architecture="bert")
     with pytest.raises(Refused, match="'bert'.*llama, qwen2"):
         open_checkpoint(str(path))
-    assert isinstance(published_config({}, {}), list)
+    assert isinstance(published_config({}, {}, None), list)
 
 
 def test_scaling_that_llama_cpp_knows_and_we_do_not_is_refused(tmp_path: Path) -> None:
@@ -112,18 +113,58 @@ def test_scaling_that_llama_cpp_knows_and_we_do_not_is_refused(tmp_path: Path) -
         LLM(path, device="cpu")
 
 
-def test_a_tensor_that_no_row_takes_is_refused(tmp_path: Path) -> None:
-    """Llama 3.1's frequency factors travel as a tensor: not applying them would be silent."""
-    config = json.loads((GOLDEN / "llama_tied" / "config.json").read_text())
-    path = convert(GOLDEN / "llama_tied", config, tmp_path / "a.gguf", {})
-    file = open_checkpoint(str(path)).gguf
-    assert file is not None
+def rewritten(file: GgufFile, path: Path, **more: np.ndarray) -> Path:
+    """A `llama` file again, with other tensors beside its own."""
     with GgufTensors(file) as arrays:
         tensors = {name: arrays.get(name) for name in file.headers.tensors}
-    tensors["rope_freqs.weight"] = np.ones(8, np.float32)
     metadata = {k: v for k, v in file.metadata.items() if k != "general.architecture"}
-    with pytest.raises(Refused, match="rope_freqs.weight"):
-        LLM(write(tmp_path / "b.gguf", metadata, tensors), device="cpu")
+    return write(path, metadata, tensors | {f"{n}.weight": t for n, t in more.items()})
+
+
+def test_a_tensor_that_no_row_takes_is_refused(tmp_path: Path) -> None:
+    file = open_checkpoint(str(made("llama_tied", tmp_path))).gguf
+    assert file is not None
+    path = rewritten(file, tmp_path / "more.gguf", rope_extra=np.ones(8, np.float32))
+    with pytest.raises(Refused, match="rope_extra.weight"):
+        LLM(path, device="cpu")
+
+
+def llama3_factors(factor: float) -> np.ndarray:
+    """As llama.cpp's converter makes them, of 8 frequencies of theta 500000."""
+    made: list[float] = []
+    for i in range(8):
+        wavelength = 2 * np.pi * 500000 ** (i / 8)
+        smooth = (8192 / wavelength - 1) / 3
+        between = 1 / ((1 - smooth) / factor + smooth)
+        made.append(1 if wavelength < 2048 else factor if wavelength > 8192 else between)
+    return np.array(made, np.float32)
+
+
+def test_llama_3_1_s_scaling_is_read_from_its_tensor(tmp_path: Path) -> None:
+    config = json.loads((GOLDEN / "llama_linear" / "config.json").read_text())
+    published = tmp_path / "published"
+    published.mkdir()
+    config["rope_scaling"] = {"rope_type": "llama3", "factor": 32.0} | dict(LLAMA3_WORDS)
+    (published / "config.json").write_text(json.dumps(config))
+    weights = (GOLDEN / "llama_linear" / "model.safetensors").read_bytes()
+    (published / "model.safetensors").write_bytes(weights)
+    plain = open_checkpoint(str(convert(published, config, tmp_path / "plain.gguf", {}))).gguf
+    assert plain is not None
+    path = rewritten(plain, tmp_path / "llama3.gguf", rope_freqs=llama3_factors(32.0))
+    assert open_checkpoint(str(path)).config["rope_scaling"] == config["rope_scaling"]
+    ids = list(range(3, 90))
+    small = {"device": "cpu", "dtype": "float32", "kv_cache_bytes": 4 << 20}
+    want, got = (LLM(each, **small).score(ids) for each in (published, path))
+    assert np.abs(want - got).max() <= 1e-5
+    assert np.abs(LLM(plain.path, **small).score(ids) - got).max() > 1e-2
+
+
+@pytest.mark.parametrize("factors", [llama3_factors(8.0)[:7], llama3_factors(8.0) * 1.01])
+def test_other_frequency_factors_are_refused(tmp_path: Path, factors: np.ndarray) -> None:
+    file = open_checkpoint(str(made("llama_tied", tmp_path))).gguf
+    assert file is not None
+    with pytest.raises(Refused, match=r"rope_freqs.weight: \d factors"):
+        open_checkpoint(str(rewritten(file, tmp_path / "b.gguf", rope_freqs=factors)))
 
 
 def test_a_folder_with_one_file_is_that_file_and_with_two_is_refused(tmp_path: Path) -> None:

@@ -9,8 +9,8 @@ from blake3 import blake3
 
 from vitrail.config.finding import Finding, Refused, accept
 from vitrail.config.reader import Json, load_json
-from vitrail.models.gguf import published_config
-from vitrail.weights.gguf import SUFFIX, GgufFile, read
+from vitrail.models.gguf import ROPE_FACTORS, published_config
+from vitrail.weights.gguf import SUFFIX, GgufFile, GgufTensors, read
 
 FETCHED = ("*.json", "*.safetensors", "*.jinja", "tiktoken.model", "tokenizer.model")
 
@@ -80,7 +80,11 @@ def _only(files: list[Path]) -> Path:
 
 def _open_gguf(path: Path) -> Checkpoint:
     file = accept(read(path))
-    config = accept(published_config(file.metadata, file.headers.tensors))
+    factors = None
+    if ROPE_FACTORS in file.headers.tensors:
+        with GgufTensors(file) as arrays:
+            factors = cast(list[float], arrays.get(ROPE_FACTORS).ravel().tolist())
+    config = accept(published_config(file.metadata, file.headers.tensors, factors))
     stat = path.stat()
     digest = blake3(file.digest)
     digest.update(f"{path.name}:{stat.st_size}:{stat.st_mtime_ns}".encode())

@@ -19,6 +19,7 @@ from vitrail.config.model import (
 from vitrail.config.reader import Keys
 from vitrail.layers.gqa import gqa_config
 from vitrail.models.bookkeeping import TRAINING, TRANSFORMERS
+from vitrail.models.gguf import ROPE_FACTORS
 from vitrail.models.reading import broken
 from vitrail.weights.mapping import Copy, Fuse, Ignore, Row, Tie, WeightMap
 from vitrail.weights.sharding import Replicate, Rule, Segment, Shard
@@ -311,7 +312,8 @@ def gguf_rows(config: ModelConfig, paired: bool) -> WeightMap:
     """llama.cpp's names of a stand-alone decoder. A head that is not there is the embedding, by
     the configuration made from the same file."""
     rows = text_rows(config.text, "", "", GGUF._replace(paired=paired))
-    return WeightMap(rows=rows, ties=text_ties(config.text, "", ""))
+    factors = Ignore(ROPE_FACTORS, why="read as the configuration's rope_scaling")
+    return WeightMap(rows=rows, ties=text_ties(config.text, "", ""), ignored=(factors,))
 
 
 def text_ignored(published: str) -> tuple[Ignore, ...]:

@@ -2,15 +2,24 @@
 config.json, read by the same strict readers, and its tensor names. Imports no torch.
 
 llama.cpp's converter stores `llama` rows of q and k by rotary pair, `qwen2` rows as published; it
-leaves the head out where it is the embedding."""
+leaves the head out where it is the embedding, and states Llama 3.1's scaling as a tensor: what each
+frequency is divided by."""
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from vitrail.config.finding import Finding
 from vitrail.config.reader import Json, Keys
 
 THETA = 10000.0  # llama.cpp's, where a file states none
+ROPE_FACTORS = "rope_freqs.weight"
+# All that Meta published with such a scaling has these; 3.1 and 3.3 have a factor of 8, 3.2 of 32.
+LLAMA3: Mapping[str, float | int] = {
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
 
 
 class Written(NamedTuple):
@@ -31,9 +40,12 @@ _WHERE = "GGUF metadata"
 
 
 def published_config(
-    metadata: Mapping[str, object], tensors: Mapping[str, object]
+    metadata: Mapping[str, object],
+    tensors: Mapping[str, object],
+    rope_factors: Sequence[float] | None,
 ) -> Json | list[Finding]:
-    """config.json as the model's authors would write it. `tensors`: the file's, by name."""
+    """config.json as the model's authors would write it. `tensors`: the file's, by name;
+    `rope_factors`: the values of `ROPE_FACTORS`, None where the file has no such tensor."""
     name = metadata.get("general.architecture")
     if not isinstance(name, str) or name not in ARCHITECTURES:
         return [
@@ -69,6 +81,12 @@ def published_config(
         )
     ends = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id")
     config["eos_token_id"] = [i for key in ends for i in tokens.take_ints(key)]
+    if rope_factors is not None:
+        scaling = _llama3_scaling(config, rope_factors)
+        if isinstance(scaling, Finding):
+            keys.findings.append(scaling)
+        else:
+            config["rope_scaling"] = scaling
     return [*keys.findings, *tokens.findings] or config
 
 
@@ -116,3 +134,36 @@ def _rope(keys: Keys) -> Json:
     if kind == "yarn":
         scaling["original_max_position_embeddings"] = length
     return found | {"rope_scaling": scaling}
+
+
+def _llama3_scaling(config: Json, factors: Sequence[float]) -> Json | Finding:
+    """The published scaling that these factors were made from."""
+    theta, factor = config["rope_theta"], max(factors, default=0.0)
+    heads, hidden = config["num_attention_heads"], config["hidden_size"]
+    assert isinstance(theta, float)
+    assert isinstance(heads, int)
+    assert isinstance(hidden, int)
+    width = config.get("head_dim")
+    dim = width if isinstance(width, int) else hidden // max(1, heads)
+    usual = len(factors) == dim // 2 and theta > 1 and factor >= 1 and "rope_scaling" not in config
+    same = usual and all(
+        math.isclose(_llama3_factor(theta ** (-2 * i / dim), factor), stated, rel_tol=1e-4)
+        for i, stated in enumerate(factors)
+    )
+    if same:
+        return {"rope_type": "llama3", "factor": factor, **LLAMA3}
+    return Finding(
+        where=f"GGUF tensor {ROPE_FACTORS}",
+        saw=f"{len(factors)} factors up to {factor:g}",
+        rule=f"those of Llama 3's scaling with {dict(LLAMA3)}, for {dim // 2} frequencies, alone",
+        change="use the checkpoint in the published layout",
+        code="unsupported_config",
+    )
+
+
+def _llama3_factor(frequency: float, factor: float) -> float:
+    """What the published formula divides `frequency` by."""
+    turns = LLAMA3["original_max_position_embeddings"] * frequency / (2 * math.pi)
+    low, high = LLAMA3["low_freq_factor"], LLAMA3["high_freq_factor"]
+    kept = min(1.0, max(0.0, (turns - low) / (high - low)))
+    return 1 / ((1 - kept) / factor + kept)

@@ -1,5 +1,5 @@
-"""Llama 1 to 3 and what is published in their form (SmolLM2, Mistral without a window): the dense
-decoder, biases and width of heads as the configuration says."""
+"""Llama and what is published in its form (SmolLM2): the dense decoder, biases and width of heads
+as the configuration says."""
 
 from collections.abc import Mapping
 
