@@ -167,6 +167,12 @@ def test_scalings(
         ({"rope_scaling": {"type": "linear", "factor": 2.0, "window": 3}}, "window"),
         ({"rope_scaling": LLAMA3_SCALING | {"high_freq_factor": 1.0}}, "high_freq_factor"),
         ({"rope_scaling": YARN_SCALING | {"beta_slow": 64}}, "beta_fast"),
+        ({"rope_scaling": YARN_SCALING | {"beta_fast": float("inf")}}, "beta_fast"),
+        ({"rope_scaling": YARN_SCALING | {"attention_factor": 0.0}}, "attention_factor"),
+        (
+            {"rope_scaling": YARN_SCALING | {"mscale": 1.0, "mscale_all_dim": -99.0}},
+            "attention_factor",
+        ),
         ({"rope_scaling": YARN_SCALING | {"original_max_position_embeddings": 0}}, "original"),
         ({"rope_parameters": {"rope_theta": 5e3, "rope_type": "default"}}, "rope_theta"),
         (

@@ -172,28 +172,19 @@ def test_e14_a_gguf_cut_anywhere_is_refused(small: Path, tmp_path: Path) -> None
         refused(path)
 
 
-@given(st.data())
+@given(data=st.data())
 @settings(max_examples=300, deadline=None, derandomize=True)
-def test_e16_a_gguf_with_changed_bytes_is_read_or_refused(data: st.DataObject) -> None:
+def test_e16_a_gguf_with_changed_bytes_is_read_or_refused(small: Path, data: st.DataObject) -> None:
     """Never another exception, never a large allocation (counts are held against the file)."""
-    path = Path(_SMALL[0])
-    raw = bytearray(path.read_bytes())
+    raw = bytearray(small.read_bytes())
     for _ in range(data.draw(st.integers(1, 4))):
         at = data.draw(st.integers(0, len(raw) - 1))
         raw[at] = data.draw(st.sampled_from([0, 1, 8, 9, 0x7F, 0xFF]))
-    changed = path.with_name("changed.gguf")
+    changed = small.with_name("changed.gguf")
     changed.write_bytes(raw)
     got = read(changed)
     if isinstance(got, list):
         assert all(f.where.startswith("changed.gguf") for f in got)
-
-
-_SMALL: list[str] = []
-
-
-@pytest.fixture(autouse=True)
-def path_of_small(small: Path) -> None:
-    _SMALL[:] = [str(small)]
 
 
 def string(text: bytes) -> bytes:

@@ -91,7 +91,7 @@ def _size_findings(text: TextConfig, stated_head_dim: int | None) -> list[Findin
                 heads % kv_heads == 0,
             ),
             ("head_dim", text.head_dim, "an even number, for rotary pairs", even or not divides),
-            ("rms_norm_eps", text.rms_eps, "above 0", text.rms_eps > 0),
+            ("rms_norm_eps", text.rms_eps, "above 0", 0 < text.rms_eps < math.inf),
             (
                 "rope_theta",
                 text.rope.theta,
@@ -138,13 +138,15 @@ def _read_scaling(keys: Keys) -> tuple[float | None, RopeScaling | None]:
         case "llama3":
             scaling = _read_llama3(keys)
             low, high = scaling.low_freq_factor, scaling.high_freq_factor
-            rules.append(("high_freq_factor", high, f"above low_freq_factor, {low}", high > low))
+            ordered = 0 < low < high < math.inf
+            rules.append(("high_freq_factor", high, f"above low_freq_factor, {low}", ordered))
         case "yarn":
             scaling = _read_yarn(keys)
             fast, slow = scaling.beta_fast, scaling.beta_slow
-            rules.append(("beta_fast", fast, f"above beta_slow, {slow}, above 0", fast > slow > 0))
+            ordered = 0 < slow < fast < math.inf
+            rules.append(("beta_fast", fast, f"above beta_slow, {slow}, above 0", ordered))
             factor = scaling.attention_factor
-            rules.append(("attention_factor", factor, "above 0", factor > 0))
+            rules.append(("attention_factor", factor, "above 0, finite", 0 < factor < math.inf))
         case _:
             known = ("default", "linear", "llama3", "yarn")
             keys.expect("rope_type" if keys.has("rope_type") else "type", *known)
@@ -177,7 +179,8 @@ def _read_yarn(keys: Keys) -> YarnScaling:
     log = math.log(factor) if 1 < factor < math.inf else 0.0
     inferred = 0.1 * log + 1
     if mscale and all_dim:
-        inferred = (0.1 * mscale * log + 1) / (0.1 * all_dim * log + 1)
+        over = 0.1 * all_dim * log + 1
+        inferred = (0.1 * mscale * log + 1) / over if over > 0 else 0.0  # which no rule allows
     return YarnScaling(
         factor=factor,
         attention_factor=inferred if stated is None else stated,
@@ -189,9 +192,8 @@ def _read_yarn(keys: Keys) -> YarnScaling:
 
 
 class Names(NamedTuple):
-    """How a writer spells the decoder's tensors, without `.weight` and `.bias`. `prefix` stands
-    before the names of the three that have no layer, `layer` before those that have one. `paired`:
-    rows of q and k are stored by rotary pair."""
+    """How a writer spells the decoder's tensors, without `.weight` and `.bias`. `layer` stands
+    before the names from `input_norm` on. `paired`: rows of q and k are stored by rotary pair."""
 
     embedding: str
     norm: str
