@@ -90,6 +90,7 @@ def test_a_text_comes_back_or_is_refused(tokenizer: Tokenizer, text: str) -> Non
 
 
 @pytest.mark.nightly
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("chunk", [2048, 100])
 def test_every_prompt_alone(chunk: int) -> None:
     llm = smollm2(max_step_tokens=chunk, prefix_cache=False)
@@ -98,6 +99,7 @@ def test_every_prompt_alone(chunk: int) -> None:
 
 
 @pytest.mark.nightly
+@pytest.mark.timeout(1800)
 def test_every_prompt_batched_and_cached() -> None:
     """All at once, then again over what is cached."""
     llm = smollm2(max_step_tokens=333, kv_cache_bytes=1 << 30)
