@@ -84,8 +84,34 @@ def by_definition(kind: str, block: np.ndarray) -> list[float]:
             m = half(block[2:4])
             nibbles = [int(b) & 15 for b in block[4:]] + [int(b) >> 4 for b in block[4:]]
             return [d * q + m for q in nibbles]
+        case "Q5_0" | "Q5_1":
+            at = 2 if kind == "Q5_0" else 4
+            high, low = int(block[at : at + 4].view("<u4")[0]), block[at + 4 :]
+            nibbles = [int(b) & 15 for b in low] + [int(b) >> 4 for b in low]
+            values = [q + ((high >> i & 1) << 4) for i, q in enumerate(nibbles)]
+            if kind == "Q5_0":
+                return [d * (q - 16) for q in values]
+            return [d * q + half(block[2:4]) for q in values]
         case "Q8_0":
             return [d * int(q) for q in block[2:].view(np.int8)]
+        case "Q2_K":
+            d, m = half(block[80:82]), half(block[82:84])
+            values = []
+            for i in range(256):
+                q = int(block[16 + i // 128 * 32 + i % 32]) >> 2 * (i % 128 // 32) & 3
+                values.append(d * (block[i // 16] & 15) * q - m * (block[i // 16] >> 4))
+            return values
+        case "Q3_K":
+            mask, low, packed, d = block[:32], block[32:96], block[96:108], half(block[108:])
+            values = []
+            for i in range(256):
+                part, quarter, at, group = i // 128, i % 128 // 32, i % 32, i // 16
+                scale = int(packed[group % 8]) >> 4 * (group // 8) & 15
+                scale |= (int(packed[8 + group % 4]) >> 2 * (group // 4) & 3) << 4
+                q = int(low[part * 32 + at]) >> 2 * quarter & 3
+                q -= 0 if int(mask[at]) >> (4 * part + quarter) & 1 else 4
+                values.append(d * (scale - 32) * q)
+            return values
         case "Q4_K" | "Q5_K":
             m, pairs = half(block[2:4]), scales_and_mins(block[4:16])
             high, low = (block[16:48], block[48:]) if kind == "Q5_K" else (None, block[16:])
@@ -110,12 +136,16 @@ def by_definition(kind: str, block: np.ndarray) -> list[float]:
     raise AssertionError(kind)
 
 
-@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K"])
+# Where a block keeps its fp16 scales, if not at its start.
+SCALES = {"Q4_1": [0, 2], "Q5_1": [0, 2], "Q4_K": [0, 2], "Q5_K": [0, 2]}
+SCALES |= {"Q2_K": [80, 82], "Q3_K": [108], "Q6_K": [208]}
+
+
+@pytest.mark.parametrize("kind", BLOCKS)
 def test_blocks_are_unpacked_by_their_definition(kind: str, tmp_path: Path) -> None:
     form = next(t for t in TYPES.values() if t.name == kind)
     blocks = RNG.integers(0, 256, (6, form.block_bytes)).astype(np.uint8)
-    scale_at = [208] if kind == "Q6_K" else [0] if kind in ("Q4_0", "Q8_0") else [0, 2]
-    for at in scale_at:  # finite ones
+    for at in SCALES.get(kind, [0]):  # finite ones
         blocks[:, at : at + 2] = RNG.normal(size=(6, 1)).astype(np.float16).view(np.uint8)
     path = write(
         tmp_path / "x.gguf", {}, {"w": blocks.reshape(3, 2 * form.block_bytes)}, {"w": kind}
@@ -141,7 +171,7 @@ def test_halves_are_exact(kind: str, tmp_path: Path) -> None:
 
 
 def test_every_type_has_the_package_s_sizes() -> None:
-    assert set(BLOCKS) < {kind.name for kind in TYPES.values()}
+    assert {*BLOCKS, "F32", "F16", "BF16"} == {kind.name for kind in TYPES.values()}
     for code, kind in TYPES.items():
         theirs = gguf.GGMLQuantizationType(code)
         assert theirs.name == kind.name

