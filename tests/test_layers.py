@@ -15,11 +15,14 @@ TORCH_FREE = (
     "vitrail",
     "vitrail.cli",
     "vitrail.server.app",
-    "vitrail.models.registry",
+    *(f"vitrail.models.{m}" for m in ("gguf", "reading", "registry")),
     "vitrail.models.kimi_vl.processor",
     *(f"vitrail.vision.{m}" for m in ("image", "preprocess", "placeholders")),
-    *(f"vitrail.attention.{m}" for m in ("shape", "tiles", "legality", "fa4", "plan", "installed")),
-    *(f"vitrail.weights.{m}" for m in ("mapping", "sharding", "headers", "plan")),
+    *(
+        f"vitrail.attention.{m}"
+        for m in ("shape", "tiles", "legality", "fa4", "plan", "installed", "decode_spec")
+    ),
+    *(f"vitrail.weights.{m}" for m in ("gguf", "mapping", "sharding", "headers", "plan")),
     *(
         f"vitrail.engine.{m}"
         for m in (

@@ -5,7 +5,7 @@ Legend: T packed tokens, M hidden channels, V vocabulary."""
 
 import json
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
@@ -16,9 +16,10 @@ from torch import Tensor
 from vitrail.attention.metadata import PagedMetadata, paged_metadata
 from vitrail.attention.plan import PlanLimits, PlanTable, make_table
 from vitrail.cache.kv_pool import KvPool
+from vitrail.cache.spec import LayerSpec, stored_as
 from vitrail.config.finding import Finding, accept
 from vitrail.config.hardware import CPU
-from vitrail.config.model import DType, ModelConfig
+from vitrail.config.model import DType, KvDType, KvScales, ModelConfig
 from vitrail.layers.context import ForwardContext
 from vitrail.models.interface import Model
 from vitrail.models.registry import load_entry
@@ -43,14 +44,26 @@ class Running:
 class Driver:
     """Owns a pool whose page ids are handed out in shuffled order."""
 
-    def __init__(self, model: Model, dtype: DType, page_size: int, max_tokens: int, batch: int = 4):
+    def __init__(
+        self,
+        model: Model,
+        dtype: DType,
+        page_size: int,
+        max_tokens: int,
+        batch: int = 4,
+        e4m3: Callable[[LayerSpec], KvScales] | None = None,
+    ):
+        """`e4m3`: the pool stores a byte a value, with these scales."""
         per_sequence = -(-max_tokens // page_size)
         self.model, self.page_size = model, page_size
-        self.pool = KvPool(
-            model.cache_specs(), per_sequence * batch + 3, page_size, torch.device("cpu")
-        )
+        specs, scales = model.cache_specs(), None
+        if e4m3 is not None:
+            specs = stored_as(specs, "float8_e4m3fn")
+            scales = {i: e4m3(spec) for i, spec in enumerate(specs)}
+        self.pool = KvPool(specs, per_sequence * batch + 3, page_size, torch.device("cpu"), scales)
         self._free = random.Random(7).sample(range(self.pool.num_pages), self.pool.num_pages)
-        self.plans = plan_table(model, dtype, page_size, max_tokens, batch)
+        stored = None if e4m3 is None else "float8_e4m3fn"
+        self.plans = plan_table(model, dtype, page_size, max_tokens, batch, stored)
 
     def add(
         self, token_ids: Sequence[int], image_id: int = -1, images: Tensor | None = None
@@ -128,7 +141,12 @@ class Driver:
 
 
 def plan_table(
-    model: Model, dtype: DType, page_size: int, max_tokens: int, batch: int = 4
+    model: Model,
+    dtype: DType,
+    page_size: int,
+    max_tokens: int,
+    batch: int = 4,
+    kv_dtype: KvDType | None = None,
 ) -> PlanTable:
     """Plans of every text site."""
     limits = PlanLimits(
@@ -137,6 +155,7 @@ def plan_table(
         max_batch=batch,
         max_q_len=max_tokens,
         max_kv_len=max_tokens,
+        kv_dtype=kv_dtype,
     )
     return make_table(model.text_sites(), limits, CPU, None)
 

@@ -3,6 +3,7 @@ every way through the cache."""
 
 import json
 import random
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,8 +13,9 @@ from torch import Tensor
 
 from tests.models.cases import CASES, Case
 from tests.models.driver import Driver, Running, image_plans, read_folder, resolve_folder
+from vitrail.cache.spec import LatentKv, LayerSpec
 from vitrail.config.finding import accept
-from vitrail.config.model import ModelConfig
+from vitrail.config.model import KvScales, ModelConfig
 from vitrail.models.interface import Model
 from vitrail.models.registry import ARCHITECTURES, load_entry
 from vitrail.weights.load import load, parameters_of
@@ -150,3 +152,21 @@ def test_batched_with_strangers_is_alone(subject: Subject) -> None:
     run.step([(sequence, 8), (decode, 2), (chunk, 1)])
     got = run.step([(chunk, 4), (sequence, LENGTH - 8)], decodes=[decode])
     close(got[1], want[8:])
+
+
+def test_every_layer_reads_its_pages_by_their_scales(subject: Subject):
+    """Powers of two shift e4m3's exponents and nothing else, as long as nothing saturates; a layer
+    that reads without its scales is off by them."""
+
+    def logits(e4m3: Callable[[LayerSpec], KvScales]) -> Tensor:
+        run = Driver(subject.model, "float32", 3, LENGTH, 4, e4m3)
+        sequence = subject.add(run)
+        prefill = run.step([(sequence, LENGTH - 3)])[0]
+        return torch.cat([prefill, *(run.step(decodes=[sequence])[0] for _ in range(3))])
+
+    def scaled(spec: LayerSpec) -> KvScales:
+        return KvScales(0.5, 0.5 if isinstance(spec, LatentKv) else 0.25)
+
+    torch.testing.assert_close(
+        logits(scaled), logits(lambda spec: KvScales()), atol=0.05, rtol=0.05
+    )
