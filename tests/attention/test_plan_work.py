@@ -37,8 +37,8 @@ SHAPE = AttentionShape(
 )
 
 
-def planned(shape: AttentionShape, gpu: str = "H200") -> AttentionPlan:
-    made = plan_on("triton", shape, find(gpu))
+def planned(shape: AttentionShape, gpu: str = "H200", backend: str = "triton") -> AttentionPlan:
+    made = plan_on(backend, shape, find(gpu))
     assert isinstance(made, AttentionPlan), made
     return made
 
@@ -100,7 +100,7 @@ def check(plan: AttentionPlan, lens: list[tuple[int, int]]) -> Records:
     window=st.sampled_from([None, 0, 127, 5000]),
     latent=st.booleans(),
     fixed=st.booleans(),
-    gpu=st.sampled_from(GPUS),
+    gpu=st.sampled_from([*(("triton", g) for g in GPUS), ("cute", find("H200"))]),
 )
 @settings(max_examples=250, deadline=None, derandomize=True)
 def test_every_page_is_read_once_within_the_bound(lens, page, window, latent, fixed, gpu):
@@ -116,7 +116,23 @@ def test_every_page_is_read_once_within_the_bound(lens, page, window, latent, fi
         max_kv_len=max(kv for _, kv in lens),
         batch_invariant=fixed,
     )
-    check(planned(shape, gpu.name), lens)
+    backend, where = gpu
+    check(planned(shape, where.name, backend), lens)
+
+
+@pytest.mark.parametrize("latent", [False, True])
+@pytest.mark.parametrize("page", [1, 16, 64, 128])
+def test_our_hopper_decode_reads_every_page_once(page, latent):
+    for lens in ([(1, 100_000)], [(1, 1 + 977 * i) for i in range(100)], [(3, 9000), (1, 1)] * 40):
+        shape = replace(
+            SHAPE,
+            site=LATENT if latent else SITE,
+            page_size=page,
+            batch=len(lens),
+            max_q_len=3,
+            max_kv_len=100_000,
+        )
+        check(planned(shape, "H200", "cute"), lens)
 
 
 @pytest.mark.parametrize("batch", [1, 2, 5, 8])
