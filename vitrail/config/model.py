@@ -11,13 +11,51 @@ DType = Literal["float32", "bfloat16", "float16"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LinearScaling:
+    """Every frequency divided by `factor`."""
+
+    factor: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Llama3Scaling:
+    """Llama 3.1: frequencies that turn less than `low_freq_factor` times over
+    `original_max_position` tokens are divided by `factor`, those that turn more than
+    `high_freq_factor` times are kept, those between are interpolated."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_position: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class YarnScaling:
+    """YaRN (arXiv 2309.00071): frequencies that turn less than `beta_slow` times over
+    `original_max_position` tokens are divided by `factor`, those that turn more than `beta_fast`
+    times are kept, a linear ramp over the channels between; the ramp's ends are whole channels if
+    `truncate`. Cosines and sines are multiplied by `attention_factor`."""
+
+    factor: float
+    attention_factor: float
+    beta_fast: float
+    beta_slow: float
+    original_max_position: int
+    truncate: bool
+
+
+RopeScaling = LinearScaling | Llama3Scaling | YarnScaling
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RopeConfig:
     """Rotary embedding of `dim` channels. `interleaved`: pairs are (2i, 2i+1), else (i, i +
-    dim/2)."""
+    dim/2). `scaling`: how a longer context than the trained one bends the frequencies."""
 
     theta: float
     dim: int
     interleaved: bool
+    scaling: RopeScaling | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +68,18 @@ class MlaConfig:
     qk_rope_head_dim: int
     v_head_dim: int
     kv_norm_eps: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GqaConfig:
+    """Grouped-query attention with dense MLPs. Biases of the q, k and v products, of the output
+    product, and of the MLP's three. `windows`: for each layer, how many keys before its own a
+    token sees; None: all."""
+
+    qkv_bias: bool
+    out_bias: bool
+    mlp_bias: bool
+    windows: tuple[int | None, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +100,7 @@ class MoeConfig:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextConfig:
     """A decoder. With `mla` set, `head_dim` is nope + rope and `num_kv_heads` equals
-    `num_heads`."""
+    `num_heads`; `gqa` is set for decoders whose layers keep keys and values by head."""
 
     vocab_size: int
     hidden_size: int
@@ -65,6 +115,7 @@ class TextConfig:
     tie_embeddings: bool
     mla: MlaConfig | None
     moe: MoeConfig | None
+    gqa: GqaConfig | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

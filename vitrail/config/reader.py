@@ -104,6 +104,18 @@ class Keys:
         self._find(key, f"{value!r}", "an int or a list of ints", "restore the published value")
         return ()
 
+    def take_strings(self, key: str) -> tuple[str, ...]:
+        """`key` as a tuple of strings, from a list of them; missing or null is empty."""
+        self._seen.add(key)
+        value = self._data.get(key)
+        if value is None:
+            return ()
+        items = cast(list[object], value) if isinstance(value, list) else [value]
+        if isinstance(value, list) and all(isinstance(i, str) for i in items):
+            return tuple(cast(list[str], items))
+        self._find(key, f"{value!r:.80}", "a list of strings", "restore the published value")
+        return ()
+
     def child(self, key: str) -> "Keys":
         """The object under `key`; its findings are collected by `finish` of the child."""
         self._seen.add(key)

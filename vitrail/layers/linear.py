@@ -23,23 +23,24 @@ def parameter(*shape: int, dtype: torch.dtype) -> nn.Parameter:
 
 
 class Linear(nn.Module):
-    """y = x weight^T. `weight` [O, I] as checkpoints store it."""
+    """y = x weight^T (+ bias). `weight` [O, I] as checkpoints store it, `bias` [O] or None."""
 
-    def __init__(self, inputs: int, outputs: int, dtype: torch.dtype):
+    def __init__(self, inputs: int, outputs: int, dtype: torch.dtype, bias: bool = False):
         super().__init__()
         self.weight = parameter(outputs, inputs, dtype=dtype)
+        self.bias = parameter(outputs, dtype=dtype) if bias else None
 
     def forward(self, x_TI: Float[Tensor, "T I"]) -> Float[Tensor, "T O"]:
-        return F.linear(x_TI, self.weight)
+        return F.linear(x_TI, self.weight, self.bias)
 
 
 class GatedMlp(nn.Module):
     """down(silu(gate x) * up x). `gate_up_proj.weight` is [gate | up] along its rows."""
 
-    def __init__(self, hidden: int, intermediate: int, dtype: torch.dtype):
+    def __init__(self, hidden: int, intermediate: int, dtype: torch.dtype, bias: bool = False):
         super().__init__()
-        self.gate_up_proj = Linear(hidden, 2 * intermediate, dtype)
-        self.down_proj = Linear(intermediate, hidden, dtype)
+        self.gate_up_proj = Linear(hidden, 2 * intermediate, dtype, bias)
+        self.down_proj = Linear(intermediate, hidden, dtype, bias)
 
     def forward(self, x_TM: Float[Tensor, "T M"]) -> Float[Tensor, "T M"]:
         return self.down_proj(silu_mul(self.gate_up_proj(x_TM)))

@@ -27,5 +27,5 @@ class Rotary:
 def make_rotary(positions_T: Int[Tensor, "T"], rope: RopeConfig) -> Rotary:
     """Computed from the positions alone, on their device: no table of the longest context is
     kept."""
-    cos_TF, sin_TF = rope_table(positions_T, rope.dim, rope.theta)
+    cos_TF, sin_TF = rope_table(positions_T, rope.dim, rope.theta, rope.scaling)
     return Rotary(cos_TF=cos_TF, sin_TF=sin_TF, interleaved=rope.interleaved)

@@ -5,7 +5,6 @@ prefixes.
 Legend: T packed tokens, M hidden channels, V vocabulary, N patches, F patch features."""
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
 
 from jaxtyping import Float, Int, UInt8
 from torch import Tensor, nn
@@ -30,7 +29,8 @@ from vitrail.layers.linear import GatedMlp, torch_dtype
 from vitrail.layers.moe import MoeLayer
 from vitrail.layers.norm import RmsNorm
 from vitrail.layers.rotary import Rotary, make_rotary
-from vitrail.models.bookkeeping import GENERATION, TRAINING, TRANSFORMERS
+from vitrail.models.bookkeeping import TRAINING, TRANSFORMERS
+from vitrail.models.reading import broken, text_model
 from vitrail.weights.mapping import Copy, Experts, Fuse, Ignore, Row, Split, Tie, WeightMap
 from vitrail.weights.sharding import Segment, Shard
 
@@ -41,15 +41,6 @@ KV_NORM_EPS = 1e-6
 ROWS, COLUMNS = Shard(dim=0), Shard(dim=1)
 
 
-class TokenFacts(NamedTuple):
-    """The special ids and the dtype that a configuration states."""
-
-    bos: int | None
-    eos: tuple[int, ...]
-    pad: int | None
-    dtype: str | None
-
-
 def read_config(
     config: Mapping[str, object], generation: Mapping[str, object]
 ) -> ModelConfig | list[Finding]:
@@ -58,22 +49,7 @@ def read_config(
     keys = Keys(dict(config), "config.json")
     keys.expect("model_type", "deepseek_v3")
     text = read_text_config(keys)
-    facts = read_token_facts(keys)
-    keys.finish()
-    eos = read_generation(generation, keys.findings)
-    dtype = checked_dtype(facts.dtype, keys.findings)
-    if keys.findings:
-        return keys.findings
-    return ModelConfig(
-        architecture="DeepseekV3ForCausalLM",
-        dtype=dtype,
-        text=text,
-        vision=None,
-        image_token_id=None,
-        eos_token_ids=tuple(sorted({*facts.eos, *eos})),
-        bos_token_id=facts.bos,
-        pad_token_id=facts.pad,
-    )
+    return text_model("DeepseekV3ForCausalLM", keys, text, generation)
 
 
 def read_text_config(
@@ -188,59 +164,7 @@ def _size_findings(text: TextConfig) -> list[Finding]:
             0 <= moe.first_moe_layer <= text.num_layers,
         ),
     ]
-    return [
-        Finding(
-            where=f"config.json: {name}",
-            saw=str(value),
-            rule=rule,
-            change="restore it from the published config.json",
-            code="bad_config",
-        )
-        for name, value, rule, holds in rules
-        if not holds
-    ]
-
-
-def read_token_facts(keys: Keys) -> TokenFacts:
-    """Special ids and dtype; older writers spell the dtype `torch_dtype`."""
-    new, old = keys.take_optional("dtype", str), keys.take_optional("torch_dtype", str)
-    return TokenFacts(
-        bos=keys.take_optional("bos_token_id", int),
-        eos=keys.take_ints("eos_token_id"),
-        pad=keys.take_optional("pad_token_id", int),
-        dtype=new or old,
-    )
-
-
-def read_generation(generation: Mapping[str, object], findings: list[Finding]) -> tuple[int, ...]:
-    """generation_config.json's end ids; its findings are added to `findings`. Its sampling defaults
-    are ignored: a request says how it is sampled."""
-    keys = Keys(dict[str, object](generation), "generation_config.json")
-    eos = keys.take_ints("eos_token_id")
-    keys.ignore(("bos_token_id", "pad_token_id", *TRANSFORMERS, *GENERATION))
-    keys.finish()
-    findings.extend(keys.findings)
-    return eos
-
-
-def checked_dtype(dtype: str | None, findings: list[Finding]) -> DType:
-    """A configuration's dtype; one that states none holds bf16, as published."""
-    match dtype:
-        case "float32" | "bfloat16" | "float16":
-            return dtype
-        case None:
-            return "bfloat16"
-        case other:
-            findings.append(
-                Finding(
-                    where="config.json: torch_dtype",
-                    saw=repr(other),
-                    rule="float32, bfloat16 or float16",
-                    change="restore it from the published config.json",
-                    code="bad_config",
-                )
-            )
-            return "bfloat16"
+    return broken(rules)
 
 
 def weight_map(config: ModelConfig) -> WeightMap:

@@ -33,6 +33,8 @@ ARCHITECTURES = {
         model="vitrail.models.kimi_vl.model",
         processor=("vitrail.models.kimi_vl.processor", "KimiVLProcessor"),
     ),
+    "LlamaForCausalLM": Registered(model="vitrail.models.llama"),
+    "Qwen2ForCausalLM": Registered(model="vitrail.models.qwen2"),
 }
 
 

@@ -23,14 +23,12 @@ from vitrail.models.deepseek_v3 import (
     COLUMNS,
     ROWS,
     DeepseekV3ForCausalLM,
-    checked_dtype,
-    read_generation,
     read_text_config,
-    read_token_facts,
     text_ignored,
     text_rows,
     text_ties,
 )
+from vitrail.models.reading import broken, checked_dtype, read_generation, read_token_facts
 from vitrail.vision.moonvit import CHANNELS, MoonVit
 from vitrail.vision.projector import MergeProjector
 from vitrail.weights.mapping import Alias, Copy, Flatten, Row, WeightMap
@@ -130,17 +128,7 @@ def _vision_findings(vision: MoonVitConfig, image_token_id: int, vocab: int) -> 
             0 <= image_token_id < vocab,
         )
     )
-    return [
-        Finding(
-            where=f"config.json: {name}",
-            saw=str(value),
-            rule=rule,
-            change="restore it from the published config.json",
-            code="bad_config",
-        )
-        for name, value, rule, holds in rules
-        if not holds
-    ]
+    return broken(rules)
 
 
 def weight_map(config: ModelConfig) -> WeightMap:

@@ -3,19 +3,36 @@ of each token turns; the rotation only differs in which channels form a pair.
 
 Legend: T tokens (or patches), H heads, D rotated channels, F = D / 2 pairs."""
 
+import math
 from collections.abc import Sequence
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from vitrail.config.model import LinearScaling, Llama3Scaling, RopeScaling, YarnScaling
+
 
 def rope_table(
-    positions_T: Int[Tensor, "T"], dim: int, theta: float
+    positions_T: Int[Tensor, "T"], dim: int, theta: float, scaling: RopeScaling | None = None
 ) -> tuple[Float[Tensor, "T F"], Float[Tensor, "T F"]]:
-    """fp32 cos and sin of position * theta^(-2i / dim), i = 0 .. dim/2 - 1."""
-    angles_TF = positions_T.float()[:, None] * _frequencies(dim, theta, positions_T.device)
-    return angles_TF.cos(), angles_TF.sin()
+    """fp32 cos and sin of position * theta^(-2i / dim), i = 0 .. dim/2 - 1, the frequencies bent by
+    `scaling` and the result multiplied by yarn's attention factor."""
+    frequencies_F = _frequencies(dim, theta, positions_T.device)
+    match scaling:
+        case LinearScaling(factor=factor):
+            frequencies_F = frequencies_F / factor
+        case Llama3Scaling():
+            frequencies_F = _llama3(frequencies_F, scaling)
+        case YarnScaling():
+            frequencies_F = _yarn(frequencies_F, theta, scaling)
+        case None:
+            pass
+    angles_TF = positions_T.float()[:, None] * frequencies_F
+    cos_TF, sin_TF = angles_TF.cos(), angles_TF.sin()
+    if isinstance(scaling, YarnScaling):
+        return cos_TF * scaling.attention_factor, sin_TF * scaling.attention_factor
+    return cos_TF, sin_TF
 
 
 def rope_table_2d(
@@ -49,6 +66,33 @@ def rotate(
 def _frequencies(dim: int, theta: float, device: torch.device) -> Float[Tensor, "F"]:
     exponents = torch.arange(0, dim, 2, dtype=torch.float32, device=device) / dim
     return 1.0 / theta**exponents
+
+
+def _llama3(frequencies_F: Float[Tensor, "F"], s: Llama3Scaling) -> Float[Tensor, "F"]:
+    """Turns over the original context, n = original w / 2 pi, decide: w / factor up to the low
+    bound, w from the high bound on, between them the mean weighted by where n stands."""
+    turns_F = s.original_max_position * frequencies_F / (2 * math.pi)
+    kept_F = (turns_F - s.low_freq_factor) / (s.high_freq_factor - s.low_freq_factor)
+    kept_F = kept_F.clamp(0, 1)
+    return frequencies_F / s.factor * (1 - kept_F) + frequencies_F * kept_F
+
+
+def _yarn(frequencies_F: Float[Tensor, "F"], theta: float, s: YarnScaling) -> Float[Tensor, "F"]:
+    """Pair i turns n times over the original context where i = F log_theta(original / 2 pi n). The
+    share of w / factor rises linearly from that of beta_fast to that of beta_slow."""
+    half = len(frequencies_F)
+
+    def pair(turns: float) -> float:
+        return half * math.log(s.original_max_position / (2 * math.pi * turns)) / math.log(theta)
+
+    low, high = pair(s.beta_fast), pair(s.beta_slow)
+    if s.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    # the published bounds are of channels: 0 and 2 F - 1
+    low, high = max(low, 0), min(high, 2 * half - 1)
+    pairs_F = torch.arange(half, dtype=torch.float32, device=frequencies_F.device)
+    scaled_F = ((pairs_F - low) / (high - low or 0.001)).clamp(0, 1)
+    return frequencies_F / s.factor * scaled_F + frequencies_F * (1 - scaled_F)
 
 
 def _angles_2d(

@@ -1,0 +1,259 @@
+"""What readers and maps of dense decoders share: sizes, rotary scaling, and the published names.
+Llama and Qwen2 differ in their defaults, biases and windows; those are in their own modules."""
+
+import math
+from collections.abc import Sequence
+
+from vitrail.config.finding import Finding
+from vitrail.config.model import (
+    GqaConfig,
+    LinearScaling,
+    Llama3Scaling,
+    RopeConfig,
+    RopeScaling,
+    TextConfig,
+    YarnScaling,
+)
+from vitrail.config.reader import Keys
+from vitrail.layers.gqa import gqa_config
+from vitrail.models.bookkeeping import TRAINING, TRANSFORMERS
+from vitrail.models.reading import broken
+from vitrail.weights.mapping import Copy, Fuse, Ignore, Row, Tie
+from vitrail.weights.sharding import Replicate, Rule, Segment, Shard
+
+ROWS, COLUMNS = Shard(dim=0), Shard(dim=1)
+
+# The ramp of YaRN where a configuration does not state it (the paper's values).
+BETA_FAST, BETA_SLOW = 32.0, 1.0
+
+
+def read_dense(
+    keys: Keys, num_layers: int, gqa: GqaConfig, theta_default: float | None, tie_default: bool
+) -> TextConfig:
+    """The keys that all dense decoders have; `num_layers` and `gqa` were read before. Findings
+    are left in `keys`; with any, the result means nothing. `theta_default`: the authors' class
+    default, None where every published configuration states it."""
+    keys.expect("hidden_act", "silu")
+    keys.expect("quantization_config", None)
+    keys.expect("partial_rotary_factor", 1.0, None)
+    keys.ignore((*TRANSFORMERS, *TRAINING))
+    hidden, heads = keys.take("hidden_size", int), keys.take("num_attention_heads", int)
+    stated = keys.take_optional("head_dim", int)
+    head_dim = stated if stated is not None else hidden // max(1, heads)
+    text = TextConfig(
+        vocab_size=keys.take("vocab_size", int),
+        hidden_size=hidden,
+        num_layers=num_layers,
+        num_heads=heads,
+        num_kv_heads=keys.take("num_key_value_heads", int, heads),
+        head_dim=head_dim,
+        intermediate_size=keys.take("intermediate_size", int),
+        rms_eps=keys.take("rms_norm_eps", float),
+        rope=_read_rope(keys, head_dim, theta_default),
+        max_position=keys.take("max_position_embeddings", int),
+        tie_embeddings=keys.take("tie_word_embeddings", bool, tie_default),
+        mla=None,
+        moe=None,
+        gqa=gqa,
+    )
+    keys.findings.extend(_size_findings(text, stated))
+    return text
+
+
+def _size_findings(text: TextConfig, stated_head_dim: int | None) -> list[Finding]:
+    """Sizes that no such decoder can have."""
+    heads, kv_heads, hidden = text.num_heads, text.num_kv_heads, text.hidden_size
+    sizes = {
+        "vocab_size": text.vocab_size,
+        "hidden_size": hidden,
+        "num_hidden_layers": text.num_layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "intermediate_size": text.intermediate_size,
+        "max_position_embeddings": text.max_position,
+    }
+    least = [(name, size, "at least 1", size >= 1) for name, size in sizes.items()]
+    found = broken(least)
+    if found:
+        return found
+    divides = stated_head_dim is not None or hidden % heads == 0
+    even = text.head_dim >= 2 and text.head_dim % 2 == 0
+    return broken(
+        [
+            ("hidden_size", hidden, f"a multiple of num_attention_heads, {heads}", divides),
+            (
+                "num_key_value_heads",
+                kv_heads,
+                f"a divisor of num_attention_heads, {heads}",
+                heads % kv_heads == 0,
+            ),
+            ("head_dim", text.head_dim, "an even number, for rotary pairs", even or not divides),
+            ("rms_norm_eps", text.rms_eps, "above 0", text.rms_eps > 0),
+            (
+                "rope_theta",
+                text.rope.theta,
+                "above 1 and finite",
+                1 < text.rope.theta < math.inf,
+            ),
+        ]
+    )
+
+
+def _read_rope(keys: Keys, dim: int, theta_default: float | None) -> RopeConfig:
+    """`rope_theta` and `rope_scaling`; newer writers put both in `rope_parameters`. What is stated
+    twice must agree."""
+    both = [name for name in ("rope_parameters", "rope_scaling") if keys.has(name)]
+    keys.ignore(("rope_parameters", "rope_scaling"))
+    outer = keys.take_optional("rope_theta", float)
+    read = [_read_scaling(keys.child(name)) for name in both]
+    thetas = {theta for theta in (outer, *(theta for theta, _ in read)) if theta is not None}
+    scalings = {scaling for _, scaling in read}
+    for name, values in (("rope_theta", thetas), ("rope_scaling", scalings)):
+        if len(values) > 1:
+            rule = "stated once, or alike in rope_theta, rope_scaling and rope_parameters"
+            keys.findings += broken([(name, sorted(map(repr, values)), rule, False)])
+    if not thetas and theta_default is None:
+        keys.take("rope_theta", float)
+    theta = next(iter(thetas), theta_default or 0.0)
+    scaling = next(iter(scalings), None)
+    return RopeConfig(theta=theta, dim=dim, interleaved=False, scaling=scaling)
+
+
+def _read_scaling(keys: Keys) -> tuple[float | None, RopeScaling | None]:
+    """(theta if stated, scaling) of one object; other ways of scaling are refused by name."""
+    theta = keys.take_optional("rope_theta", float)
+    kind = keys.take("rope_type", str, keys.take_optional("type", str) or "default")
+    keys.expect("type", kind, None)
+    keys.expect("partial_rotary_factor", 1.0, None)
+    scaling: RopeScaling | None = None
+    rules: list[tuple[str, object, str, bool]] = []
+    match kind:
+        case "default":
+            pass
+        case "linear":
+            scaling = LinearScaling(factor=keys.take("factor", float))
+        case "llama3":
+            scaling = _read_llama3(keys)
+            low, high = scaling.low_freq_factor, scaling.high_freq_factor
+            rules.append(("high_freq_factor", high, f"above low_freq_factor, {low}", high > low))
+        case "yarn":
+            scaling = _read_yarn(keys)
+            fast, slow = scaling.beta_fast, scaling.beta_slow
+            rules.append(("beta_fast", fast, f"above beta_slow, {slow}, above 0", fast > slow > 0))
+            factor = scaling.attention_factor
+            rules.append(("attention_factor", factor, "above 0", factor > 0))
+        case _:
+            known = ("default", "linear", "llama3", "yarn")
+            keys.expect("rope_type" if keys.has("rope_type") else "type", *known)
+    if scaling is not None:
+        rules.append(("factor", scaling.factor, "at least 1", 1 <= scaling.factor < math.inf))
+    if isinstance(scaling, Llama3Scaling | YarnScaling):
+        length = scaling.original_max_position
+        rules.append(("original_max_position_embeddings", length, "at least 1", length >= 1))
+    if kind in ("default", "linear", "llama3", "yarn"):
+        keys.finish()
+    keys.findings += broken((f"rope scaling: {rule[0]}", *rule[1:]) for rule in rules)
+    return theta, scaling
+
+
+def _read_llama3(keys: Keys) -> Llama3Scaling:
+    return Llama3Scaling(
+        factor=keys.take("factor", float),
+        low_freq_factor=keys.take("low_freq_factor", float),
+        high_freq_factor=keys.take("high_freq_factor", float),
+        original_max_position=keys.take("original_max_position_embeddings", int),
+    )
+
+
+def _read_yarn(keys: Keys) -> YarnScaling:
+    """The attention factor where it is not stated: m(factor, mscale) / m(factor, mscale_all_dim)
+    with m(s, a) = 0.1 a ln s + 1, or m(factor, 1) without the two."""
+    factor = keys.take("factor", float)
+    stated = keys.take_optional("attention_factor", float)
+    mscale, all_dim = (keys.take_optional(k, float) for k in ("mscale", "mscale_all_dim"))
+    log = math.log(factor) if 1 < factor < math.inf else 0.0
+    inferred = 0.1 * log + 1
+    if mscale and all_dim:
+        inferred = (0.1 * mscale * log + 1) / (0.1 * all_dim * log + 1)
+    return YarnScaling(
+        factor=factor,
+        attention_factor=inferred if stated is None else stated,
+        beta_fast=keys.take("beta_fast", float, BETA_FAST),
+        beta_slow=keys.take("beta_slow", float, BETA_SLOW),
+        original_max_position=keys.take("original_max_position_embeddings", int),
+        truncate=keys.take("truncate", bool, True),
+    )
+
+
+def text_rows(text: TextConfig, published: str, ours: str) -> tuple[Row, ...]:
+    """Rows of the decoder, its published names under `published`, its parameters under `ours`.
+    Heads, intermediate channels and vocabulary are what ranks share."""
+    gqa = gqa_config(text)
+    there, here = f"{published}model.layers.{{layer}}", f"{ours}layers.{{layer}}"
+    dims = [text.num_heads, text.num_kv_heads, text.num_kv_heads]
+    heads, *kv = (
+        Segment(units=n, width=text.head_dim, replicate=i > 0) for i, n in enumerate(dims)
+    )
+    qkv = [f"{there}.self_attn.{name}_proj" for name in "qkv"]
+    sizes = tuple(n * text.head_dim for n in dims)
+    gate_up = [f"{there}.mlp.{name}_proj" for name in ("gate", "up")]
+    head = () if text.tie_embeddings else _linear(f"{published}lm_head", f"{ours}lm_head", ROWS)
+    return (
+        Copy(f"{published}model.embed_tokens.weight", f"{ours}embed_tokens.weight", ROWS),
+        Copy(f"{published}model.norm.weight", f"{ours}norm.weight", init="ones"),
+        *head,
+        Copy(f"{there}.input_layernorm.weight", f"{here}.input_norm.weight", init="ones"),
+        Copy(f"{there}.post_attention_layernorm.weight", f"{here}.mlp_norm.weight", init="ones"),
+        *_fused(
+            qkv,
+            f"{here}.attention.qkv_proj",
+            Shard(dim=0, segments=(heads, *kv)),
+            sizes,
+            gqa.qkv_bias,
+        ),
+        *_linear(
+            f"{there}.self_attn.o_proj",
+            f"{here}.attention.o_proj",
+            Shard(dim=1, segments=(heads,)),
+            gqa.out_bias,
+        ),
+        *_fused(gate_up, f"{here}.mlp.gate_up_proj", ROWS, (), gqa.mlp_bias),
+        *_linear(f"{there}.mlp.down_proj", f"{here}.mlp.down_proj", COLUMNS, gqa.mlp_bias),
+    )
+
+
+def _linear(there: str, here: str, rule: Shard, bias: bool = False) -> tuple[Row, ...]:
+    """A bias is cut with the rows of its weight; where columns are cut, every rank holds it."""
+    weight = Copy(f"{there}.weight", f"{here}.weight", rule)
+    kept: Rule = rule if rule.dim == 0 else Replicate()
+    return (weight, Copy(f"{there}.bias", f"{here}.bias", kept)) if bias else (weight,)
+
+
+def _fused(
+    there: Sequence[str], here: str, rule: Shard, sizes: tuple[int, ...], bias: bool
+) -> tuple[Row, ...]:
+    """Products of one input as one product, rows one after another."""
+    return tuple(
+        Fuse(
+            checkpoints=tuple(f"{name}.{kind}" for name in there),
+            parameter=f"{here}.{kind}",
+            sizes=sizes,
+            shard=rule,
+        )
+        for kind in (("weight", "bias") if bias else ("weight",))
+    )
+
+
+def text_ties(text: TextConfig, published: str, ours: str) -> tuple[Tie, ...]:
+    """The head is the embedding where the configuration says so; otherwise the checkpoint has
+    one, or is refused."""
+    if not text.tie_embeddings:
+        return ()
+    head, embedding = f"{ours}lm_head.weight", f"{ours}embed_tokens.weight"
+    return (Tie(parameter=head, to=embedding, checkpoint=f"{published}lm_head.weight"),)
+
+
+def text_ignored(published: str) -> tuple[Ignore, ...]:
+    """Tensors that old writers stored beside the weights."""
+    inverse = f"{published}model.layers.{{layer}}.self_attn.rotary_emb.inv_freq"
+    return (Ignore(checkpoint=inverse, why="computed from rope_theta"),)

@@ -1,0 +1,99 @@
+"""What every model's reader of config.json shares: special ids, the dtype, generation_config.json,
+and the sentence for a size that no model can have. Knows no architecture; no torch."""
+
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+from vitrail.config.finding import Finding
+from vitrail.config.model import DType, ModelConfig, TextConfig
+from vitrail.config.reader import Keys
+from vitrail.models.bookkeeping import GENERATION, TRANSFORMERS
+
+
+class TokenFacts(NamedTuple):
+    """The special ids and the dtype that a configuration states."""
+
+    bos: int | None
+    eos: tuple[int, ...]
+    pad: int | None
+    dtype: str | None
+
+
+def text_model(
+    architecture: str, keys: Keys, text: TextConfig, generation: Mapping[str, object]
+) -> ModelConfig | list[Finding]:
+    """The rest of a stand-alone decoder's config.json after `text` was read from `keys`: token ids,
+    the dtype, no unread key, and generation_config.json (empty where there is none)."""
+    facts = read_token_facts(keys)
+    keys.finish()
+    eos = read_generation(generation, keys.findings)
+    dtype = checked_dtype(facts.dtype, keys.findings)
+    if keys.findings:
+        return keys.findings
+    return ModelConfig(
+        architecture=architecture,
+        dtype=dtype,
+        text=text,
+        vision=None,
+        image_token_id=None,
+        eos_token_ids=tuple(sorted({*facts.eos, *eos})),
+        bos_token_id=facts.bos,
+        pad_token_id=facts.pad,
+    )
+
+
+def read_token_facts(keys: Keys) -> TokenFacts:
+    """Special ids and dtype; older writers spell the dtype `torch_dtype`."""
+    new, old = keys.take_optional("dtype", str), keys.take_optional("torch_dtype", str)
+    return TokenFacts(
+        bos=keys.take_optional("bos_token_id", int),
+        eos=keys.take_ints("eos_token_id"),
+        pad=keys.take_optional("pad_token_id", int),
+        dtype=new or old,
+    )
+
+
+def read_generation(generation: Mapping[str, object], findings: list[Finding]) -> tuple[int, ...]:
+    """generation_config.json's end ids; its findings are added to `findings`. Its sampling defaults
+    are ignored: a request says how it is sampled."""
+    keys = Keys(dict[str, object](generation), "generation_config.json")
+    eos = keys.take_ints("eos_token_id")
+    keys.ignore(("bos_token_id", "pad_token_id", *TRANSFORMERS, *GENERATION))
+    keys.finish()
+    findings.extend(keys.findings)
+    return eos
+
+
+def checked_dtype(dtype: str | None, findings: list[Finding]) -> DType:
+    """A configuration's dtype; one that states none holds bf16, as published."""
+    match dtype:
+        case "float32" | "bfloat16" | "float16":
+            return dtype
+        case None:
+            return "bfloat16"
+        case other:
+            findings.append(
+                Finding(
+                    where="config.json: torch_dtype",
+                    saw=repr(other),
+                    rule="float32, bfloat16 or float16",
+                    change="restore it from the published config.json",
+                    code="bad_config",
+                )
+            )
+            return "bfloat16"
+
+
+def broken(rules: Iterable[tuple[str, object, str, bool]]) -> list[Finding]:
+    """A finding for each (key, value, rule, whether it holds) that does not hold."""
+    return [
+        Finding(
+            where=f"config.json: {key}",
+            saw=str(value),
+            rule=rule,
+            change="restore it from the published config.json",
+            code="bad_config",
+        )
+        for key, value, rule, holds in rules
+        if not holds
+    ]
