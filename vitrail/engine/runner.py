@@ -35,12 +35,13 @@ PROMPT_ROWS = 256
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunnerParts:
-    """What a runner is assembled from; `engine/build.py` makes each."""
+    """What a runner is assembled from; `engine/build.py` makes each. `encoder` is None for a model
+    without a tower."""
 
     model: Model
     pool: KvPool
     encoder_pool: EncoderPool
-    encoder: ImageEncoder
+    encoder: ImageEncoder | None
     builder: BatchBuilder
     sampler: Sampler
     plans: PlanTable
@@ -66,8 +67,13 @@ class Runner:
             self._extras[s.slot] = (s.params.prompt_logprobs, s.want_logits)
         p.encoder_pool.drop(plan.drop_entries)
         self._failed_entries -= set(plan.drop_entries)
-        failed = p.encoder.run(plan.encodes, inputs.pixels)
+        failed: dict[int, str] = {}
+        if plan.encodes:
+            assert p.encoder is not None, "images for a model without a tower"
+            failed = p.encoder.run(plan.encodes, inputs.pixels, self._failed_entries)
         self._failed_entries |= set(failed)
+        if not plan.prefills and not plan.decodes:
+            return Launched(plan, None, {}, failed)
         batch = p.builder.build(plan, inputs, p.plans, p.pool)
         hidden = p.model.embed(batch.token_ids)
         hidden = self._place_images(hidden, plan.slices)

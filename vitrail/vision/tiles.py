@@ -22,8 +22,8 @@ Block = tuple[int, int] | None
 class TileProjector(nn.Module):
     """NVILA's projectors, by the published index of their layers:
 
-        8B:    LN 1, linear 2, GELU, linear 4                          over 2 x 2 patches of 3 scales
-        Lite:  LN 1, linear 2, GELU, LN 4, linear 5, GELU, linear 7    over 3 x 3 patches
+        8B:    LN 1, linear 2, GELU, linear 4                        over 2 x 2 patches, 3 scales
+        Lite:  LN 1, linear 2, GELU, LN 4, linear 5, GELU, linear 7  over 3 x 3 patches
 
     GELU is exact (erf), the norms' eps torch's default, 1e-5."""
 
