@@ -163,7 +163,7 @@ class NvilaProcessor:
             block=block,
         )
 
-    def _tiles(self, pixels: Pixels, rows: int, columns: int) -> list[Pixels]:
+    def _tiles(self, pixels: Pixels, rows: int, columns: int) -> list[np.ndarray]:
         """The picture squashed into `rows` x `columns` tiles, row-major."""
         size = self.tile_pixels
         whole = resize(pixels, rows * size, columns * size)
