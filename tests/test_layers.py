@@ -17,7 +17,8 @@ TORCH_FREE = (
     "vitrail.server.app",
     "vitrail.models.registry",
     "vitrail.models.kimi_vl.processor",
-    *(f"vitrail.vision.{m}" for m in ("image", "preprocess", "placeholders")),
+    "vitrail.models.nvila.processor",
+    *(f"vitrail.vision.{m}" for m in ("image", "preprocess", "placeholders", "video")),
     *(f"vitrail.attention.{m}" for m in ("shape", "tiles", "legality", "fa4", "plan")),
     *(f"vitrail.weights.{m}" for m in ("mapping", "sharding", "headers", "plan")),
     *(

@@ -114,33 +114,26 @@ class _Parts:
         self._num_frames = num_frames
         self._local = local
 
-    def read(self, raw: object, where: str) -> list[TextPart | ImagePart]:
-        if isinstance(raw, str):
-            return [TextPart(text=raw)]
-        part = _object(raw, where)
+    def read(self, content: object, where: str) -> list[TextPart | ImagePart]:
+        if isinstance(content, str):
+            return [TextPart(text=content)]
+        part = _object(content, where)
+        kinds = ("text", "image_url", "video_url", *(("image", "video") if self._local else ()))
         kind = part.get("type")
+        if not isinstance(kind, str) or kind not in kinds:
+            saw, change = f"{kind!r:.60}", "send one of these parts"
+            raise _refused(f"{where}.type", saw, " or ".join(kinds), change)
+        _only(part, ("type", kind), where)
+        raw, at = part.get(kind), f"{where}.{kind}"
         if kind == "text":
-            _only(part, ("type", "text"), where)
             return [TextPart(text=_string(part, "text", where))]
-        at = f"{where}.{kind}"
         if kind == "image_url":
-            _only(part, ("type", kind), where)
-            return self._take([_from_url(part.get(kind), at, self._limits)])
+            return self._take([_from_url(raw, at, self._limits)])
         if kind == "video_url":
-            _only(part, ("type", kind), where)
-            return self._take(self._frames(_url_bytes(part.get(kind), at, self._limits), at))
-        if kind == "image" and self._local:
-            _only(part, ("type", kind), where)
-            return self._take([Picture(local_source(part.get(kind), where), at)])
-        if kind == "video" and self._local:
-            _only(part, ("type", kind), where)
-            return self._take(self._local_frames(part.get(kind), at))
-        raise _refused(
-            f"{where}.type",
-            f"{kind!r:.60}",
-            f"text, image_url or video_url{', or image or video' if self._local else ''}",
-            "send one of these parts",
-        )
+            return self._take(self._frames(_url_bytes(raw, at, self._limits), at))
+        if kind == "image":
+            return self._take([Picture(local_source(raw, where), at)])
+        return self._take(self._local_frames(raw, at))
 
     def _take(self, pictures: list[Picture]) -> list[TextPart | ImagePart]:
         self.pictures += pictures
@@ -181,7 +174,7 @@ def _from_url(raw: object, where: str, limits: ImageLimits) -> Picture:
                 "auto, low or high",
                 "leave it out: pictures are seen at their native resolution",
             )
-    return Picture(_url_bytes(raw, where, limits, "detail"), where)
+    return Picture(_url_bytes(cast(object, raw), where, limits, "detail"), where)
 
 
 def _url_bytes(raw: object, where: str, limits: ImageLimits, *more: str) -> bytes:

@@ -135,11 +135,12 @@ class Runner:
 
 
 def _prompt_logprobs(logits_TV: Tensor, next_ids: list[int], top: int) -> list[TokenLogprob]:
-    """For each position whose next prompt token is known, its logprob and the likeliest."""
+    """For each position whose next prompt token is known, its logprob and the likeliest. An image
+    token beyond the vocabulary, which no logit belongs to, has that of the last row."""
     known = [i for i, token in enumerate(next_ids) if token >= 0]
     if not known:
         return []
-    ids = torch.tensor(next_ids, device=logits_TV.device).clamp(min=0)
+    ids = torch.tensor(next_ids, device=logits_TV.device).clamp(0, logits_TV.shape[1] - 1)
     rows = row_logprobs(logits_TV, ids, known, [top] * len(known))
     return rows.read([next_ids[i] for i in known])
 

@@ -344,7 +344,7 @@ class Scheduler:
             if image.offset >= end:
                 break
             if i >= held:
-                entry = None if step.images_wait else self._claim(step, image)
+                entry = self._claim(step, image)
                 if entry is None:
                     step.images_wait = True
                     return max(image.offset, seq.launched)
@@ -355,11 +355,13 @@ class Scheduler:
         return end
 
     def _claim(self, step: _Step, image: ImageInput) -> EncoderEntry | None:
-        """The entry of `image`, a new one if need be. None: no room, or no budget to begin it."""
+        """The entry of `image`, a new one if need be. None: no room, or no budget to begin it. One
+        that is in use anyway takes nothing from who waits."""
         entry = self._encoder.lookup(image.identity)
-        if entry is not None:
+        if entry is not None and (entry.users or not step.images_wait):
             return entry
-        if step.patches + image.sequence_patches > self._limits.encoder_patches:
+        full = step.patches + image.sequence_patches > self._limits.encoder_patches
+        if step.images_wait or full:
             return None
         return self._encoder.admit(image.identity, image.num_tokens)
 

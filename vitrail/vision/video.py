@@ -93,7 +93,7 @@ def sample(data: bytes, count: int, limits: ImageLimits, where: str) -> list[Dec
 
 def _pyav(where: str) -> Any:
     try:
-        import av
+        import av  # pyright: ignore[reportMissingImports]
     except ImportError as error:
         raise _refuse(
             where,
@@ -123,6 +123,9 @@ def _opened(av: Any, data: bytes, where: str) -> Iterator[Any]:
         saw = f"{len(data)} bytes, starting {data[:12].hex() or 'with nothing'}"
         rule = f"{ACCEPTED}, told by content"
         raise _refuse(where, saw, rule, "convert it to MP4", "unsupported_video")
+    if name == "matroska" and _segment_end(data) > len(data):
+        saw = f"{len(data)} bytes of a file that says it has {_segment_end(data)}"
+        raise _broken(where, saw)
     try:
         container = av.open(io.BytesIO(data), format=name, options=dict(_OPTIONS))
     except _errors(av) as error:
@@ -137,6 +140,17 @@ def _opened(av: Any, data: bytes, where: str) -> Iterator[Any]:
             rule = f"one of {', '.join(_CODECS)}"
             raise _refuse(where, saw, rule, "convert it to H.264", "unsupported_video")
         yield container
+
+
+def _segment_end(data: bytes) -> int:
+    """Where a Matroska file's segment ends by its header; 0 where it does not say. Its reader takes
+    a file that ends before that for whole."""
+    at = data.find(b"\x18\x53\x80\x67", 0, 4096) + 4
+    if at < 4 or at >= len(data) or not data[at]:
+        return 0
+    width = 9 - data[at].bit_length()
+    size = int.from_bytes(data[at : at + width], "big") & ((1 << 7 * width) - 1)
+    return 0 if size == (1 << 7 * width) - 1 else at + width + size
 
 
 def _count(av: Any, container: Any, limits: ImageLimits, where: str, num_bytes: int) -> int:
