@@ -7,7 +7,7 @@ FAULTS: dict[str, tuple[str, ...]] = {
         "tests/server/test_images.py::test_a01_tiny_pictures_among_normal_ones",
         "tests/models/kimi_vl/test_processor.py::test_a01_one_pixel_pictures_are_one_token_among_others",
         "tests/vision/test_image.py::test_a01_a03_tiny_and_thin_pictures_keep_their_shape",
-        "tests/models/nvila/test_serving.py::test_a01_f25_pictures_of_one_pixel",
+        "tests/models/nvila/test_nvila_serving.py::test_a01_f25_pictures_of_one_pixel",
     ),
     "A03": (
         "tests/server/test_images.py::test_a03_a28_prompt_tokens_are_the_grids",
@@ -42,8 +42,9 @@ FAULTS: dict[str, tuple[str, ...]] = {
         "tests/server/test_images.py::test_a11_no_bytes_at_all",
         "tests/vision/test_image.py::test_a11_cut_off_and_garbage_bytes_are_refused",
         "tests/vision/test_image.py::test_a11_no_file_cut_anywhere_passes_as_whole",
-        "tests/models/nvila/test_serving.py::test_a11_a_broken_video_names_its_part",
+        "tests/models/nvila/test_nvila_serving.py::test_a11_a_broken_video_names_its_part",
         "tests/vision/test_video.py::test_a11_a_truncated_file_is_refused_with_numbers",
+        "tests/server/test_images.py::test_a11_a_truncated_or_empty_video_is_a_400_with_numbers",
     ),
     "A12": (
         "tests/server/test_images.py::test_a12_animations_give_their_first_frame",
@@ -85,7 +86,7 @@ FAULTS: dict[str, tuple[str, ...]] = {
         "tests/models/kimi_vl/test_processor.py::test_a21_limits_are_read_from_the_checkpoint",
         "tests/models/kimi_vl/test_processor.py::test_a21_what_the_file_says_is_never_ignored",
         "issue 6: `vitrail check` reports unknown keys of the file; loading refuses them today",
-        "tests/models/nvila/test_processor.py::test_a21_what_the_file_says_is_never_ignored",
+        "tests/models/nvila/test_nvila_processor.py::test_a21_what_the_file_says_is_never_ignored",
     ),
     "A24": (
         "tests/server/test_images.py::test_a24_a34_order_of_parts_and_pictures_is_the_messages",
@@ -94,7 +95,7 @@ FAULTS: dict[str, tuple[str, ...]] = {
         "later: a route that echoes prompts; prepared ids are compared today",
     ),
     "A26": (
-        "tests/models/nvila/test_serving.py::test_a26_pictures_with_text_text_alone_and_pictures_alone",
+        "tests/models/nvila/test_nvila_serving.py::test_a26_pictures_with_text_text_alone_and_pictures_alone",
     ),
     "A28": (
         "tests/server/test_images.py::test_a03_a28_prompt_tokens_are_the_grids",
@@ -327,12 +328,13 @@ FAULTS: dict[str, tuple[str, ...]] = {
     "F01": (
         "tests/server/test_images.py::test_f01_f06_nothing_is_fetched_and_no_path_is_opened",
         "tests/vision/test_data_url.py::test_f01_f06_urls_are_refused_without_looking",
-        "tests/models/nvila/test_serving.py::test_f01_f06_a_video_is_never_fetched",
+        "tests/models/nvila/test_nvila_serving.py::test_f01_f06_a_video_is_never_fetched",
+        "tests/server/test_images.py::test_f01_a_video_is_not_fetched",
     ),
     "F06": (
         "tests/server/test_images.py::test_f01_f06_nothing_is_fetched_and_no_path_is_opened",
         "tests/vision/test_data_url.py::test_f01_f06_urls_are_refused_without_looking",
-        "tests/models/nvila/test_serving.py::test_f01_f06_a_video_is_never_fetched",
+        "tests/models/nvila/test_nvila_serving.py::test_f01_f06_a_video_is_never_fetched",
         "tests/vision/test_video.py::test_f06_a_reader_opens_nothing_but_the_bytes",
     ),
     "F08": (
@@ -342,7 +344,7 @@ FAULTS: dict[str, tuple[str, ...]] = {
     "F12": (
         "tests/server/test_images.py::test_f12_text_never_claims_a_slot",
         "tests/tokenizer/test_chat.py::test_f12_a_spelt_image_is_text",
-        "tests/models/nvila/test_serving.py::test_f12_text_never_claims_a_tile",
+        "tests/models/nvila/test_nvila_serving.py::test_f12_text_never_claims_a_tile",
     ),
     "F14": (
         "tests/server/test_lifecycle.py::test_f14_f16_every_route_but_the_open_ones_needs_the_key",
@@ -352,6 +354,6 @@ FAULTS: dict[str, tuple[str, ...]] = {
     ),
     "F17": ("tests/engine/test_ipc.py::test_f17_bytes_that_are_no_message_are_refused",),
     "F20": ("tests/server/test_bad_input.py::test_f20_a_megabyte_of_text_does_not_hold_health_up",),
-    "F25": ("tests/models/nvila/test_serving.py::test_a01_f25_pictures_of_one_pixel",),
+    "F25": ("tests/models/nvila/test_nvila_serving.py::test_a01_f25_pictures_of_one_pixel",),
     "H13": ("tests/cache/test_manager.py::test_h13_1000_failed_admissions_leave_nothing",),
 }

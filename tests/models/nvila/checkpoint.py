@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.models.cases import NVILA, NVILA_FOLDERS, NVILA_LITE, QWEN2, SIGLIP
-from tests.models.nvila.test_processor import SIGLIP as PREPROCESSOR
+from tests.models.nvila.test_nvila_processor import SIGLIP as PREPROCESSOR
 from tests.server.checkpoint import IM_END, MEDIA_PAD, TOKENIZER, VOCAB
 from vitrail.config.finding import accept
 from vitrail.models.registry import load_entry
