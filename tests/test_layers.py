@@ -15,12 +15,12 @@ TORCH_FREE = (
     "vitrail",
     "vitrail.cli",
     "vitrail.server.app",
-    "vitrail.models.registry",
+    *(f"vitrail.models.{m}" for m in ("gguf", "reading", "registry")),
     "vitrail.models.kimi_vl.processor",
     "vitrail.models.nvila.processor",
     *(f"vitrail.vision.{m}" for m in ("image", "preprocess", "placeholders", "video")),
     *(f"vitrail.attention.{m}" for m in ("shape", "tiles", "legality", "fa4", "plan")),
-    *(f"vitrail.weights.{m}" for m in ("mapping", "sharding", "headers", "plan")),
+    *(f"vitrail.weights.{m}" for m in ("gguf", "mapping", "sharding", "headers", "plan")),
     *(
         f"vitrail.engine.{m}"
         for m in (

@@ -1,5 +1,6 @@
 """`Preparer` without an engine: lengths, choices, pictures' limits, order of text and pictures."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from tests.server.checkpoint import IM_END, MEDIA_PAD, VOCAB, write_kimi
+from tests.tokenizer.post_processor import begins_with
 from vitrail.config.engine import EngineConfig
 from vitrail.config.finding import Refused
 from vitrail.config.model import PatchRules
@@ -86,6 +88,22 @@ def test_c17_lengths_are_refused_with_both_numbers(length: int, max_tokens: int 
     for number in (length, wanted, length + wanted):
         assert str(number) in finding.saw
     assert "200" in finding.rule
+
+
+def test_a_text_begins_with_the_begin_token_of_a_model_that_has_one(
+    preparer: Preparer, tmp_path: Path
+):
+    """As tokenizer.json of Llama 3 says; a conversation begins as its template says."""
+    begun = write_kimi(tmp_path / "begun")
+    (begun / "tiktoken.model").unlink()
+    golden = Path(__file__).parents[1] / "golden" / "tokenizer_kimi" / "tokenizer.json"
+    data = json.loads(golden.read_text())
+    (begun / "tokenizer.json").write_text(
+        json.dumps(data | {"post_processor": begins_with("[BOS]")}), encoding="utf-8"
+    )
+    made = make(begun)
+    assert made.text("hi").token_ids == [423, *preparer.text("hi").token_ids]
+    assert chat(made, "hi").token_ids == chat(preparer, "hi").token_ids
 
 
 def bare(facts: ServingFacts) -> Preparer:

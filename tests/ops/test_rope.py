@@ -1,10 +1,13 @@
 """Rotary tables and rotations against complex numbers."""
 
+import math
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from vitrail.config.model import LinearScaling, Llama3Scaling, YarnScaling
 from vitrail.ops.rope.naive import rope_table, rope_table_2d, rotate
 
 CPU = torch.device("cpu")
@@ -42,6 +45,65 @@ def test_rotate_is_a_complex_product(tokens, heads, half, interleaved, theta):
     near = rotate(x, *rope_table(positions % 8, 2 * half, theta), interleaved)
     want = turned(x, (positions % 8)[:, None] * powers, interleaved)
     assert not tokens or (near.double() - want).abs().max() <= 1e-5
+
+
+def frequencies(scaling, dim=64, theta=1e4):
+    """What position 1 turns by, and the length of (cos, sin)."""
+    cos, sin = rope_table(torch.tensor([1]), dim, theta, scaling)
+    return torch.atan2(sin, cos)[0].double(), (cos**2 + sin**2).sqrt()[0]
+
+
+def test_linear_scaling_divides_the_position():
+    plain, _ = frequencies(None)
+    scaled, length = frequencies(LinearScaling(factor=4.0))
+    torch.testing.assert_close(scaled, plain / 4, atol=1e-7, rtol=1e-6)
+    torch.testing.assert_close(length, torch.ones(32))
+
+
+def test_llama3_scaling_keeps_the_quick_and_divides_the_slow():
+    """One pair at a time, in float64, by the published branches on wavelengths."""
+    scaling = Llama3Scaling(
+        factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position=8192
+    )
+    plain, _ = frequencies(None, 128, 5e5)
+    scaled, _ = frequencies(scaling, 128, 5e5)
+    kinds = set()
+    for w, got in zip(plain.tolist(), scaled.tolist(), strict=True):
+        wavelength = 2 * math.pi / w
+        if wavelength < 8192 / 4:
+            kind, want = "kept", w
+        elif wavelength > 8192:
+            kind, want = "divided", w / 8
+        else:
+            smooth = (8192 / wavelength - 1) / (4 - 1)
+            kind, want = "between", (1 - smooth) * w / 8 + smooth * w
+        kinds.add(kind)
+        assert got == pytest.approx(want, rel=2e-6), kind
+    assert kinds == {"kept", "divided", "between"}
+
+
+@pytest.mark.parametrize("truncate", [True, False])
+def test_yarn_keeps_the_quick_divides_the_slow_and_lengthens(truncate):
+    scaling = YarnScaling(
+        factor=4.0,
+        attention_factor=1.25,
+        beta_fast=32.0,
+        beta_slow=1.0,
+        original_max_position=4096,
+        truncate=truncate,
+    )
+    plain, _ = frequencies(None)
+    scaled, length = frequencies(scaling)
+    torch.testing.assert_close(length, torch.full((32,), 1.25))
+    turns = 4096 * plain / (2 * math.pi)
+    kept, divided = turns > 32 * 1.4, turns < 1 / 1.4  # a channel beyond the ramp's ends
+    assert kept.any()
+    assert divided.any()
+    torch.testing.assert_close(scaled[kept], plain[kept], atol=0, rtol=1e-6)
+    torch.testing.assert_close(scaled[divided], plain[divided] / 4, atol=0, rtol=1e-6)
+    share = (plain / scaled)[~kept & ~divided]
+    assert (share.diff() > 0).all()
+    assert ((share >= 1) & (share <= 4)).all()
 
 
 @pytest.mark.parametrize("interleaved", [True, False])

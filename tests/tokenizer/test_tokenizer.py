@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
+from tests.tokenizer.post_processor import begins_with
 from vitrail.config.finding import Refused
 from vitrail.tokenizer.tokenizer import Tokenizer, kimi_pieces
 
@@ -194,6 +195,15 @@ def test_a_missing_tokenizer_config_is_refused(golden_copy: Path):
         Tokenizer.load(golden_copy)
 
 
+def test_a_begin_token_is_known_and_never_within_encode(tmp_path: Path):
+    shutil.copy(GOLDEN / "tokenizer.json", tmp_path)
+    plain = Tokenizer.load(tmp_path)
+    _edit(tmp_path / "tokenizer.json", lambda t: t.update(post_processor=begins_with("[BOS]")))
+    begun = Tokenizer.load(tmp_path)
+    assert (plain.prefix_ids, begun.prefix_ids) == ((), (423,))
+    assert begun.encode("the [BOS]") == plain.encode("the [BOS]")
+
+
 def _reach_by_merge(data: dict) -> None:
     data["model"].update(ignore_merges=False)
     for token in ("[B", "OS]", "[BOS]"):
@@ -217,10 +227,14 @@ def _reach_by_merge(data: dict) -> None:
         (_reach_by_merge, "made by merges"),
         (lambda t: t["model"]["vocab"].update({"[BOS]": 423}), "made by merges"),
         (lambda t: t["model"].update(merges=[["not", "there"]]), "tokenizers reads"),
+        (lambda t: t.update(post_processor=begins_with("[BOS]", ends="[EOS]")), "post_processor"),
+        (lambda t: t.update(post_processor=begins_with("the")), "post_processor"),
+        (lambda t: t.update(post_processor={"type": "RobertaProcessing"}), "RobertaProcessing"),
     ],
     ids=[
         *("unigram", "byte fallback", "suffix", "metaspace", "prefix space", "decoder", "no byte"),
         *("not a byte", "rstrip", "id", "merge to special", "word to special", "bad merges"),
+        *("appends", "begins with a word", "roberta"),
     ],
 )
 def test_a_tokenizer_json_we_would_not_compute_exactly_is_refused(

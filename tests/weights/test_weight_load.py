@@ -286,6 +286,62 @@ def test_written_checkpoints_load_back_bitwise(
     assert (target.head.weight is target.embed.weight) == tie
 
 
+class Paired(nn.Module):
+    """Two query heads and one key head of 6 rows each, 3 value rows, in one product."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(5, 21)
+
+
+PAIRED_MAP = WeightMap(
+    rows=tuple(
+        Fuse(
+            checkpoints=(f"q.{leaf}", f"k.{leaf}", f"v.{leaf}"),
+            parameter=f"qkv.{leaf}",
+            sizes=(12, 6, 3),
+            pairs=(6, 6, 0),
+            shard=Shard(
+                dim=0,
+                segments=(
+                    Segment(units=2, width=6),
+                    Segment(units=1, width=6, replicate=True),
+                    Segment(units=1, width=3, replicate=True),
+                ),
+            ),
+        )
+        for leaf in ("weight", "bias")
+    )
+)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_rows_stored_by_rotary_pair_become_halves_on_every_rank(tmp_path: Path, size: int) -> None:
+    """A value names its head (10s) and its row within it as halves count them (1s)."""
+    halves = torch.tensor([[10.0 * h + i for i in range(6)] for h in range(3)])
+    pairs = halves[:, [0, 3, 1, 4, 2, 5]].flatten()
+    stored = {"q.bias": pairs[:12], "k.bias": pairs[12:], "v.bias": torch.tensor([90.0, 91, 92])}
+    stored |= {n.replace("bias", "weight"): t[:, None].expand(-1, 5) for n, t in stored.items()}
+    save_single({name: tensor.contiguous() for name, tensor in stored.items()}, tmp_path)
+    for rank in range(size):
+        with torch.device("meta"):
+            module = Paired()
+        made = plan.resolve(
+            PAIRED_MAP, read_ok(tmp_path), load.parameters_of(module), Layout(rank=rank, size=size)
+        )
+        assert isinstance(made, plan.LoadPlan), made
+        with torch.device("meta"):
+            module.qkv = nn.Linear(5, made.parameters["qkv.bias"].shape[0])
+        load.load(made, module, tmp_path, CPU)
+        heads = halves[:2].chunk(size)[rank]
+        want = torch.cat((heads.flatten(), halves[2], torch.tensor([90.0, 91, 92])))
+        assert torch.equal(module.qkv.bias, want)
+        assert torch.equal(module.qkv.weight, want[:, None].expand(-1, 5))
+        if size == 1:
+            written = write.tensors_of(PAIRED_MAP, named(module))
+            equal(written, {name: tensor.contiguous() for name, tensor in stored.items()})
+
+
 def test_written_tensors_are_the_published_ones(tmp_path: Path) -> None:
     stored = {n: t for n, t in published().items() if "inv_freq" not in n and "mtp" not in n}
     write.write_parameters(MAP, meant(stored), tmp_path / "new")

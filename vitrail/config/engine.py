@@ -25,7 +25,9 @@ def _opt(default: Any, text: str) -> Any:
 class EngineConfig:
     """Sizes in bytes, tokens or patches as each name says; None means: planned at start-up."""
 
-    model: str = field(metadata={"help": "checkpoint folder, or a hub id such as org/name"})
+    model: str = field(
+        metadata={"help": "checkpoint folder, .gguf file, or a hub id such as org/name"}
+    )
     revision: str | None = _opt(None, "branch, tag or commit of a hub id")
     device: Device = _opt("auto", "where the model runs; auto takes cuda if there is one")
     dtype: DTypeChoice = _opt(

@@ -36,7 +36,7 @@ from vitrail.engine.runner import Runner, RunnerParts
 from vitrail.engine.sampler import Sampler
 from vitrail.engine.scheduler import Scheduler, SchedulerLimits
 from vitrail.models.interface import ImageModel, ImageShape, Model, ModelEntry
-from vitrail.models.registry import find, load_entry
+from vitrail.models.registry import find, load_entry, load_gguf_entry
 from vitrail.vision.preprocess import ImageProcessor
 from vitrail.weights import headers, load
 from vitrail.weights.plan import resolve
@@ -198,11 +198,16 @@ def _load(
     if config.weights == "random":
         load.randomize(weight_map, module, device, config.seed)
         return
-    found = accept(headers.read(checkpoint.folder, find(checkpoint.architecture).folders))
+    if checkpoint.gguf is None:
+        parts = find(checkpoint.architecture).folders
+        found, source = accept(headers.read(checkpoint.folder, parts)), checkpoint.folder
+    else:
+        weight_map = load_gguf_entry(checkpoint.architecture).gguf_map(model_config)
+        found, source = checkpoint.gguf.headers, checkpoint.gguf
     plan = accept(resolve(weight_map, found, load.parameters_of(module)))
     for warning in plan.warnings:
         log.warning("%s", warning)
-    load.load(plan, module, checkpoint.folder, device, progress)
+    load.load(plan, module, source, device, progress)
 
 
 @torch.inference_mode()

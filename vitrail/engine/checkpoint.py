@@ -1,5 +1,5 @@
-"""Finding a checkpoint: a local folder, or a hub id whose files are fetched. Owns which files may
-be fetched (never code or pickles). No torch; reads JSON alone."""
+"""Finding a checkpoint: a local folder, a GGUF file, or a hub id whose files are fetched. Owns
+which files may be fetched (never code or pickles). No torch; reads JSON and GGUF headers."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -7,29 +7,39 @@ from typing import cast
 
 from blake3 import blake3
 
-from vitrail.config.finding import Finding, Refused
+from vitrail.config.finding import Finding, Refused, accept
 from vitrail.config.reader import Json, load_json
+from vitrail.models.gguf import ROPE_FACTORS, published_config
+from vitrail.weights.gguf import SUFFIX, GgufFile, GgufTensors, read
 
 FETCHED = ("*.json", "*.safetensors", "*.jinja", "tiktoken.model", "tokenizer.model")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint:
-    """A folder with a config.json. `generation` is {} where the file is absent. `revision`: 32
-    bytes that change with the checkpoint; part of every cache key made from it."""
+    """A folder with a config.json, or a GGUF file in its folder, `config` being what its metadata
+    say. `generation` is {} where the file is absent. `revision`: 32 bytes that change with the
+    checkpoint; part of every cache key made from it."""
 
     folder: Path
     architecture: str
     config: Json
     generation: Json
     revision: bytes
+    gguf: GgufFile | None = None
 
 
 def open_checkpoint(model: str, revision: str | None = None) -> Checkpoint:
-    """The checkpoint behind a folder path or a hub id. Raises `Refused` if there is none."""
+    """The checkpoint behind the path of a folder, the path of a .gguf file (or of a folder with
+    one and no config.json), or a hub id. Raises `Refused` if there is none."""
     folder = Path(model).expanduser()
+    if folder.suffix == SUFFIX and folder.is_file():
+        return _open_gguf(folder)
     if not folder.is_dir():
         folder = _fetch(model, revision)
+    held = sorted(folder.glob(f"*{SUFFIX}"))
+    if held and not (folder / "config.json").is_file():
+        return _open_gguf(_only(held))
     config = load_json(folder / "config.json")
     generation_file = folder / "generation_config.json"
     generation = load_json(generation_file) if generation_file.is_file() else {}
@@ -51,6 +61,40 @@ def open_checkpoint(model: str, revision: str | None = None) -> Checkpoint:
         config=config,
         generation=generation,
         revision=_revision(folder),
+    )
+
+
+def _only(files: list[Path]) -> Path:
+    if len(files) == 1:
+        return files[0]
+    raise Refused(
+        Finding(
+            where="model",
+            saw=f"{len(files)} files: {', '.join(file.name for file in files)}",
+            rule="a folder has one .gguf file",
+            change="give the path of one of them",
+            code="bad_checkpoint",
+        )
+    )
+
+
+def _open_gguf(path: Path) -> Checkpoint:
+    file = accept(read(path))
+    factors = None
+    if ROPE_FACTORS in file.headers.tensors:
+        with GgufTensors(file) as arrays:
+            factors = cast(list[float], arrays.get(ROPE_FACTORS).ravel().tolist())
+    config = accept(published_config(file.metadata, file.headers.tensors, factors))
+    stat = path.stat()
+    digest = blake3(file.digest)
+    digest.update(f"{path.name}:{stat.st_size}:{stat.st_mtime_ns}".encode())
+    return Checkpoint(
+        folder=path.parent,
+        architecture=cast(list[str], config["architectures"])[0],
+        config=config,
+        generation={},
+        revision=digest.digest(),
+        gguf=file,
     )
 
 

@@ -24,6 +24,7 @@ from vitrail.engine.request import (
 )
 from vitrail.models.registry import find, load_processor
 from vitrail.tokenizer.chat import ChatOptions, ChatTemplate
+from vitrail.tokenizer.gguf import read_tokenizer
 from vitrail.tokenizer.messages import Message
 from vitrail.tokenizer.tokenizer import Tokenizer
 from vitrail.vision.image import (
@@ -77,6 +78,11 @@ def load_assets(checkpoint: Checkpoint) -> Assets:
     """Raises `Refused` for files that are there and wrong; a missing tokenizer or processor is
     None."""
     folder = checkpoint.folder
+    if checkpoint.gguf is not None:
+        read = read_tokenizer(checkpoint.gguf.metadata)
+        return Assets(
+            tokenizer=read[0] if read else None, template=read[1] if read else None, processor=None
+        )
     row = find(checkpoint.architecture)
     text = row.tokenizer_folder(folder)
     has_tokenizer = any((text / n).is_file() for n in ("tiktoken.model", "tokenizer.json"))
@@ -137,8 +143,9 @@ class Preparer:
         return self._prompt(expanded, parts)
 
     def text(self, text: str) -> Prompt:
-        """Plain text, special tokens in it being text too."""
-        return self._prompt(self.tokenizer.encode(text), [])
+        """Plain text, special tokens in it being text too, after the begin token of a model that
+        was trained with one."""
+        return self._prompt([*self.tokenizer.prefix_ids, *self.tokenizer.encode(text)], [])
 
     def ids(self, token_ids: Sequence[int], pictures: Sequence[Picture] = ()) -> Prompt:
         """Ids that the caller made: one image id a picture, which brings its separators, or as many

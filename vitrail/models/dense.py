@@ -2,13 +2,15 @@
 Llama and Qwen2 differ in their defaults, biases and windows; those are in their own modules."""
 
 import math
-from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
 
 from vitrail.config.finding import Finding
 from vitrail.config.model import (
     GqaConfig,
     LinearScaling,
     Llama3Scaling,
+    ModelConfig,
     RopeConfig,
     RopeScaling,
     TextConfig,
@@ -17,8 +19,9 @@ from vitrail.config.model import (
 from vitrail.config.reader import Keys
 from vitrail.layers.gqa import gqa_config
 from vitrail.models.bookkeeping import TRAINING, TRANSFORMERS
+from vitrail.models.gguf import ROPE_FACTORS
 from vitrail.models.reading import broken
-from vitrail.weights.mapping import Copy, Fuse, Ignore, Row, Tie
+from vitrail.weights.mapping import Copy, Fuse, Ignore, Row, Tie, WeightMap
 from vitrail.weights.sharding import Replicate, Rule, Segment, Shard
 
 ROWS, COLUMNS = Shard(dim=0), Shard(dim=1)
@@ -88,7 +91,7 @@ def _size_findings(text: TextConfig, stated_head_dim: int | None) -> list[Findin
                 heads % kv_heads == 0,
             ),
             ("head_dim", text.head_dim, "an even number, for rotary pairs", even or not divides),
-            ("rms_norm_eps", text.rms_eps, "above 0", text.rms_eps > 0),
+            ("rms_norm_eps", text.rms_eps, "above 0", 0 < text.rms_eps < math.inf),
             (
                 "rope_theta",
                 text.rope.theta,
@@ -135,13 +138,15 @@ def _read_scaling(keys: Keys) -> tuple[float | None, RopeScaling | None]:
         case "llama3":
             scaling = _read_llama3(keys)
             low, high = scaling.low_freq_factor, scaling.high_freq_factor
-            rules.append(("high_freq_factor", high, f"above low_freq_factor, {low}", high > low))
+            ordered = 0 < low < high < math.inf
+            rules.append(("high_freq_factor", high, f"above low_freq_factor, {low}", ordered))
         case "yarn":
             scaling = _read_yarn(keys)
             fast, slow = scaling.beta_fast, scaling.beta_slow
-            rules.append(("beta_fast", fast, f"above beta_slow, {slow}, above 0", fast > slow > 0))
+            ordered = 0 < slow < fast < math.inf
+            rules.append(("beta_fast", fast, f"above beta_slow, {slow}, above 0", ordered))
             factor = scaling.attention_factor
-            rules.append(("attention_factor", factor, "above 0", factor > 0))
+            rules.append(("attention_factor", factor, "above 0, finite", 0 < factor < math.inf))
         case _:
             known = ("default", "linear", "llama3", "yarn")
             keys.expect("rope_type" if keys.has("rope_type") else "type", *known)
@@ -174,7 +179,8 @@ def _read_yarn(keys: Keys) -> YarnScaling:
     log = math.log(factor) if 1 < factor < math.inf else 0.0
     inferred = 0.1 * log + 1
     if mscale and all_dim:
-        inferred = (0.1 * mscale * log + 1) / (0.1 * all_dim * log + 1)
+        over = 0.1 * all_dim * log + 1
+        inferred = (0.1 * mscale * log + 1) / over if over > 0 else 0.0  # which no rule allows
     return YarnScaling(
         factor=factor,
         attention_factor=inferred if stated is None else stated,
@@ -185,40 +191,94 @@ def _read_yarn(keys: Keys) -> YarnScaling:
     )
 
 
-def text_rows(text: TextConfig, published: str, ours: str) -> tuple[Row, ...]:
+class Names(NamedTuple):
+    """How a writer spells the decoder's tensors, without `.weight` and `.bias`. `layer` stands
+    before the names from `input_norm` on. `paired`: rows of q and k are stored by rotary pair."""
+
+    embedding: str
+    norm: str
+    head: str
+    layer: str
+    input_norm: str
+    mlp_norm: str
+    qkv: tuple[str, str, str]
+    out: str
+    gate_up: tuple[str, str]
+    down: str
+    paired: bool = False
+
+
+PUBLISHED = Names(
+    embedding="model.embed_tokens",
+    norm="model.norm",
+    head="lm_head",
+    layer="model.layers.{layer}",
+    input_norm="input_layernorm",
+    mlp_norm="post_attention_layernorm",
+    qkv=("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    out="self_attn.o_proj",
+    gate_up=("mlp.gate_proj", "mlp.up_proj"),
+    down="mlp.down_proj",
+)
+
+GGUF = Names(
+    embedding="token_embd",
+    norm="output_norm",
+    head="output",
+    layer="blk.{layer}",
+    input_norm="attn_norm",
+    mlp_norm="ffn_norm",
+    qkv=("attn_q", "attn_k", "attn_v"),
+    out="attn_output",
+    gate_up=("ffn_gate", "ffn_up"),
+    down="ffn_down",
+)
+
+
+def text_rows(
+    text: TextConfig, published: str, ours: str, names: Names = PUBLISHED
+) -> tuple[Row, ...]:
     """Rows of the decoder, its published names under `published`, its parameters under `ours`.
     Heads, intermediate channels and vocabulary are what ranks share."""
-    gqa = gqa_config(text)
-    there, here = f"{published}model.layers.{{layer}}", f"{ours}layers.{{layer}}"
-    dims = [text.num_heads, text.num_kv_heads, text.num_kv_heads]
+    gqa, n = gqa_config(text), names
+    there, here = f"{published}{n.layer}.", f"{ours}layers.{{layer}}."
+    counts = (text.num_heads, text.num_kv_heads, text.num_kv_heads)
     heads, *kv = (
-        Segment(units=n, width=text.head_dim, replicate=i > 0) for i, n in enumerate(dims)
+        Segment(units=c, width=text.head_dim, replicate=i > 0) for i, c in enumerate(counts)
     )
-    qkv = [f"{there}.self_attn.{name}_proj" for name in "qkv"]
-    sizes = tuple(n * text.head_dim for n in dims)
-    gate_up = [f"{there}.mlp.{name}_proj" for name in ("gate", "up")]
-    head = () if text.tie_embeddings else _linear(f"{published}lm_head", f"{ours}lm_head", ROWS)
+    pair = text.head_dim if n.paired else 0
+    head = () if text.tie_embeddings else _linear(published + n.head, f"{ours}lm_head", ROWS)
     return (
-        Copy(f"{published}model.embed_tokens.weight", f"{ours}embed_tokens.weight", ROWS),
-        Copy(f"{published}model.norm.weight", f"{ours}norm.weight", init="ones"),
+        Copy(f"{published}{n.embedding}.weight", f"{ours}embed_tokens.weight", ROWS),
+        Copy(f"{published}{n.norm}.weight", f"{ours}norm.weight", init="ones"),
         *head,
-        Copy(f"{there}.input_layernorm.weight", f"{here}.input_norm.weight", init="ones"),
-        Copy(f"{there}.post_attention_layernorm.weight", f"{here}.mlp_norm.weight", init="ones"),
+        Copy(f"{there}{n.input_norm}.weight", f"{here}input_norm.weight", init="ones"),
+        Copy(f"{there}{n.mlp_norm}.weight", f"{here}mlp_norm.weight", init="ones"),
         *_fused(
-            qkv,
-            f"{here}.attention.qkv_proj",
-            Shard(dim=0, segments=(heads, *kv)),
-            sizes,
+            Fuse(
+                checkpoints=tuple(there + name for name in n.qkv),
+                parameter=f"{here}attention.qkv_proj",
+                sizes=tuple(c * text.head_dim for c in counts),
+                pairs=(pair, pair, 0),
+                shard=Shard(dim=0, segments=(heads, *kv)),
+            ),
             gqa.qkv_bias,
         ),
         *_linear(
-            f"{there}.self_attn.o_proj",
-            f"{here}.attention.o_proj",
+            there + n.out,
+            f"{here}attention.o_proj",
             Shard(dim=1, segments=(heads,)),
             gqa.out_bias,
         ),
-        *_fused(gate_up, f"{here}.mlp.gate_up_proj", ROWS, (), gqa.mlp_bias),
-        *_linear(f"{there}.mlp.down_proj", f"{here}.mlp.down_proj", COLUMNS, gqa.mlp_bias),
+        *_fused(
+            Fuse(
+                checkpoints=tuple(there + name for name in n.gate_up),
+                parameter=f"{here}mlp.gate_up_proj",
+                shard=ROWS,
+            ),
+            gqa.mlp_bias,
+        ),
+        *_linear(there + n.down, f"{here}mlp.down_proj", COLUMNS, gqa.mlp_bias),
     )
 
 
@@ -229,16 +289,13 @@ def _linear(there: str, here: str, rule: Shard, bias: bool = False) -> tuple[Row
     return (weight, Copy(f"{there}.bias", f"{here}.bias", kept)) if bias else (weight,)
 
 
-def _fused(
-    there: Sequence[str], here: str, rule: Shard, sizes: tuple[int, ...], bias: bool
-) -> tuple[Row, ...]:
-    """Products of one input as one product, rows one after another."""
+def _fused(products: Fuse, bias: bool) -> tuple[Row, ...]:
+    """Rows of a fused product's weight, and of its bias where it has one, given their stems."""
     return tuple(
-        Fuse(
-            checkpoints=tuple(f"{name}.{kind}" for name in there),
-            parameter=f"{here}.{kind}",
-            sizes=sizes,
-            shard=rule,
+        replace(
+            products,
+            checkpoints=tuple(f"{stem}.{kind}" for stem in products.checkpoints),
+            parameter=f"{products.parameter}.{kind}",
         )
         for kind in (("weight", "bias") if bias else ("weight",))
     )
@@ -251,6 +308,14 @@ def text_ties(text: TextConfig, published: str, ours: str) -> tuple[Tie, ...]:
         return ()
     head, embedding = f"{ours}lm_head.weight", f"{ours}embed_tokens.weight"
     return (Tie(parameter=head, to=embedding, checkpoint=f"{published}lm_head.weight"),)
+
+
+def gguf_rows(config: ModelConfig, paired: bool) -> WeightMap:
+    """llama.cpp's names of a stand-alone decoder. A head that is not there is the embedding, by
+    the configuration made from the same file."""
+    rows = text_rows(config.text, "", "", GGUF._replace(paired=paired))
+    factors = Ignore(ROPE_FACTORS, why="read as the configuration's rope_scaling")
+    return WeightMap(rows=rows, ties=text_ties(config.text, "", ""), ignored=(factors,))
 
 
 def text_ignored(published: str) -> tuple[Ignore, ...]:

@@ -99,3 +99,12 @@ class ModelEntry(Protocol):
     def build(self, config: ModelConfig, dtype: DType) -> Model:
         """The module on the current default device (meta)."""
         ...
+
+
+@runtime_checkable
+class GgufEntry(ModelEntry, Protocol):
+    """The module of a model that `models.gguf` names."""
+
+    def gguf_map(self, config: ModelConfig) -> WeightMap:
+        """llama.cpp's tensor names -> parameters."""
+        ...

@@ -1,5 +1,5 @@
-"""Llama 1 to 3 and what is published in their form (SmolLM2, Mistral without a window): the dense
-decoder, biases and width of heads as the configuration says."""
+"""Llama and what is published in its form (SmolLM2): the dense decoder, biases and width of heads
+as the configuration says."""
 
 from collections.abc import Mapping
 
@@ -7,7 +7,7 @@ from vitrail.config.finding import Finding
 from vitrail.config.model import DType, GqaConfig, ModelConfig, TextConfig
 from vitrail.config.reader import Keys
 from vitrail.layers.decoder import DenseForCausalLM
-from vitrail.models.dense import read_dense, text_ignored, text_rows, text_ties
+from vitrail.models.dense import gguf_rows, read_dense, text_ignored, text_rows, text_ties
 from vitrail.models.reading import text_model
 from vitrail.weights.mapping import WeightMap
 
@@ -50,6 +50,11 @@ def weight_map(config: ModelConfig) -> WeightMap:
         ties=text_ties(config.text, "", ""),
         ignored=text_ignored(""),
     )
+
+
+def gguf_map(config: ModelConfig) -> WeightMap:
+    """llama.cpp's names; its converter stores rows of q and k by rotary pair."""
+    return gguf_rows(config, paired=True)
 
 
 def build(config: ModelConfig, dtype: DType) -> DenseForCausalLM:

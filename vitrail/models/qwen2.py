@@ -8,7 +8,7 @@ from vitrail.config.finding import Finding
 from vitrail.config.model import DType, GqaConfig, ModelConfig, TextConfig
 from vitrail.config.reader import Keys
 from vitrail.layers.decoder import DenseForCausalLM
-from vitrail.models.dense import read_dense, text_ignored, text_rows, text_ties
+from vitrail.models.dense import gguf_rows, read_dense, text_ignored, text_rows, text_ties
 from vitrail.models.reading import broken, text_model
 from vitrail.weights.mapping import WeightMap
 
@@ -76,6 +76,11 @@ def weight_map(config: ModelConfig) -> WeightMap:
         ties=text_ties(config.text, "", ""),
         ignored=text_ignored(""),
     )
+
+
+def gguf_map(config: ModelConfig) -> WeightMap:
+    """llama.cpp's names; rows as published."""
+    return gguf_rows(config, paired=False)
 
 
 def build(config: ModelConfig, dtype: DType) -> DenseForCausalLM:

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING
 from vitrail.config.finding import Finding, Refused
 
 if TYPE_CHECKING:
-    from vitrail.models.interface import ModelEntry
+    from vitrail.models.interface import GgufEntry, ModelEntry
     from vitrail.vision.preprocess import ImageProcessor
 else:  # both would import what a frontend does without
+    GgufEntry = ModuleType
     ModelEntry = ModuleType
     ImageProcessor = object
 
@@ -79,6 +80,11 @@ def find(architecture: str) -> Registered:
 
 def load_entry(architecture: str) -> ModelEntry:
     """The model's module. Imports torch."""
+    return import_module(find(architecture).model)  # pyright: ignore[reportReturnType]
+
+
+def load_gguf_entry(architecture: str) -> GgufEntry:
+    """The module of a model that `models.gguf` names. Imports torch."""
     return import_module(find(architecture).model)  # pyright: ignore[reportReturnType]
 
 

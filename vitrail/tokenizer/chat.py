@@ -113,6 +113,11 @@ class ChatTemplate:
             sources = _sources(data, config.name)
         return ChatTemplate(sources, _named_tokens(data))
 
+    @staticmethod
+    def of_config(data: Json, where: str) -> "ChatTemplate":
+        """The template that a tokenizer_config.json of this content holds."""
+        return ChatTemplate(_sources(data, where), _named_tokens(data))
+
     def render(
         self,
         tokenizer: Tokenizer,

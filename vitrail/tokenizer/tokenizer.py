@@ -23,17 +23,27 @@ from vitrail.config.finding import Finding, Refused
 from vitrail.config.reader import Json, load_json
 from vitrail.tokenizer.specials import Specials
 
+BYTES = frozenset(bytes([b]) for b in range(256))
+# Control characters, what UTF-8 never holds, and the first bytes of planes without letters.
+RARE_BYTES = frozenset(
+    bytes([b])
+    for b in (*(set(range(0x20)) - {0x09, 0x0A, 0x0D}), 0x7F, 0xC0, 0xC1, *range(0xF1, 0x100))
+)
+
 
 class Tokenizer(ABC):
     """One checkpoint's tokenizer. Immutable after loading; every method may be called from any
     thread.
 
     `specials`: its special tokens; `vocab_size`: every id is less than this, ids in between may be
-    unassigned (they decode to nothing).
+    unassigned (they decode to nothing); `prefix_ids`: what the authors put before a plain text, a
+    begin token for those models that were trained with one (templates write it themselves).
     """
 
-    def __init__(self, tokens: Mapping[int, bytes], specials: Specials):
-        self.specials = specials
+    def __init__(
+        self, tokens: Mapping[int, bytes], specials: Specials, prefix_ids: tuple[int, ...] = ()
+    ):
+        self.specials, self.prefix_ids = specials, prefix_ids
         self.special_ids: Mapping[str, int] = MappingProxyType(specials.ids)
         self.vocab_size = 1 + max((*tokens, *specials.by_id))
         shown = [b""] * self.vocab_size
@@ -43,6 +53,8 @@ class Tokenizer(ABC):
         for token_id, literal in specials.by_id.items():
             shown[token_id], everything[token_id] = b"", literal.encode()
         self._shown, self._everything = tuple(shown), tuple(everything)
+        absent = b"".join(sorted(BYTES - set(tokens.values())))
+        self._unspelt = re.compile(b"[" + re.escape(absent) + b"]" if absent else b"(?!)")
 
     @staticmethod
     def load(folder: Path) -> "Tokenizer":
@@ -52,7 +64,12 @@ class Tokenizer(ABC):
         if (folder / "tiktoken.model").is_file():
             return KimiTokenizer(folder)
         if (folder / "tokenizer.json").is_file():
-            return JsonTokenizer(folder)
+            config = folder / "tokenizer_config.json"
+            return JsonTokenizer(
+                load_json(folder / "tokenizer.json"),
+                (folder / "tokenizer.json").read_text(encoding="utf-8"),
+                load_json(config) if config.is_file() else {},
+            )
         raise _bad(
             "tokenizer",
             f"neither tiktoken.model nor tokenizer.json in {folder}",
@@ -63,9 +80,10 @@ class Tokenizer(ABC):
 
     def encode(self, text: str) -> list[int]:
         """The ids of `text`. Special tokens' literals in it are ordinary text. Raises `Refused`
-        for a lone surrogate, which no UTF-8 text holds."""
+        for a lone surrogate, which no UTF-8 text holds, and for a rare character that some
+        vocabularies cannot spell."""
         try:
-            text.encode()
+            data = text.encode()
         except UnicodeEncodeError as error:
             raise Refused(
                 Finding(
@@ -76,6 +94,18 @@ class Tokenizer(ABC):
                     code="invalid_unicode",
                 )
             ) from error
+        lost = self._unspelt.search(data)
+        if lost is not None:
+            at = len(data[: lost.start()].decode(errors="ignore"))
+            raise Refused(
+                Finding(
+                    where="text",
+                    saw=f"{text[at]!a} at character {at}, with the byte {lost[0][0]:#04x}",
+                    rule="every byte of the text has a token in the model's vocabulary",
+                    change="remove the character",
+                    code="unspelt_character",
+                )
+            )
         return self._encode(text)
 
     @abstractmethod
@@ -143,8 +173,7 @@ KIMI_SPLIT = "|".join(
     )
 )
 _KIMI_RESERVED = 256
-_PIECE_CHARS = 400_000
-_RUN_CHARS = 25_000
+_PIECE_CHARS, _RUN_CHARS = 400_000, 25_000
 _RUN = re.compile(r"\s+|\S+")
 
 
@@ -214,7 +243,7 @@ def _read_ranks(path: Path) -> dict[bytes, int]:
             "ranks are dense and unique",
             "fetch the file again",
         )
-    _need_every_byte(ranks, path.name)
+    _need_bytes(BYTES, ranks, path.name)
     return ranks
 
 
@@ -244,15 +273,16 @@ class JsonTokenizer(Tokenizer):
     """`tokenizer.json` of the byte-level BPE kind (GPT-2, Llama 3, Qwen, and Kimi's converted).
 
     Refused: other models (Unigram, WordPiece), SentencePiece-style decoders and prefix spaces,
-    whose text depends on what stands before it, and added tokens that eat blanks or respect words.
+    whose text depends on what stands before it, added tokens that eat blanks or respect words, and
+    post-processors that append tokens.
     """
 
-    def __init__(self, folder: Path):
+    def __init__(self, data: Json, text: str, config: Json):
+        """`data` is the JSON of `text`; `config`: tokenizer_config.json, {} where there is none."""
         name = "tokenizer.json"
-        data = load_json(folder / name)
         vocab = _byte_level_vocab(data)
         added = _added_from_json(data)
-        _agree(added, folder / "tokenizer_config.json")
+        _agree(added, config)
         specials, plain = _by_flag(added, name)
         alphabet = _byte_alphabet()
         tokens: dict[int, bytes] = {i: s.encode() for s, i in plain.items()}
@@ -267,21 +297,22 @@ class JsonTokenizer(Tokenizer):
                     "use a checkpoint with a byte-level tokenizer",
                 )
             tokens[token_id] = bytes(alphabet[c] for c in token)
-        _need_every_byte(set(tokens.values()), name)
+        # SmolLM2's own vocabulary lacks some of the rare ones: a text with one of them is refused
+        _need_bytes(BYTES - RARE_BYTES, tokens.values(), name)
         _specials_are_unreachable(data, specials)
-        super().__init__(tokens, specials)
-        self._core = _build(folder / name)
+        super().__init__(tokens, specials, _prefix(data, specials))
+        self._core = _build(text)
 
     def _encode(self, text: str) -> list[int]:
         return self._core.encode(text, add_special_tokens=False).ids
 
 
-def _build(path: Path) -> tokenizers.Tokenizer:
+def _build(text: str) -> tokenizers.Tokenizer:
     try:
-        core = tokenizers.Tokenizer.from_file(str(path))
+        core = tokenizers.Tokenizer.from_str(text)
     except Exception as error:  # the library raises nothing narrower
         raise _bad(
-            path.name, f"{error}", "the file is one that tokenizers reads", "fetch it again"
+            "tokenizer.json", f"{error}", "the file is one that tokenizers reads", "fetch it again"
         ) from error
     core.no_truncation()
     core.no_padding()
@@ -319,6 +350,30 @@ def _byte_level_vocab(data: Json) -> dict[str, int]:
             "use a checkpoint with a byte-level tokenizer",
         )
     return cast(dict[str, int], vocab)
+
+
+def _prefix(data: Json, specials: Specials) -> tuple[int, ...]:
+    """The special tokens that the post-processor puts before a text."""
+    prefix: list[str] = []
+    wrong: list[object] = []
+    for step in _steps(data.get("post_processor")):
+        if step.get("type") == "TemplateProcessing":
+            pieces = cast(Sequence[Json], step.get("single") or ())
+            names = [_object(piece.get("SpecialToken")).get("id") for piece in pieces]
+            begun = [n for n in names if isinstance(n, str)]
+            if names != [*begun, None] or not set(begun) <= specials.ids.keys():
+                wrong.append(pieces)
+            prefix += begun
+        elif step.get("type") != "ByteLevel":
+            wrong.append(step)
+    if wrong:
+        raise _bad(
+            "tokenizer.json: post_processor",
+            f"{wrong!r:.120}",
+            "at most special tokens before the text",
+            "use a checkpoint whose tokenizer appends nothing",
+        )
+    return tuple(specials.ids[name] for name in prefix)
 
 
 def _specials_are_unreachable(data: Json, specials: Specials) -> None:
@@ -397,11 +452,9 @@ def _repeats(literals: Sequence[str]) -> bool:
     return len(set(literals)) < len(literals)
 
 
-def _agree(added: Mapping[int, tuple[str, bool]], config: Path) -> None:
+def _agree(added: Mapping[int, tuple[str, bool]], config: Json) -> None:
     """`tokenizer_config.json`, where it lists added tokens, must not contradict tokenizer.json."""
-    if not config.is_file():
-        return
-    for token_id, (literal, _) in _added_from_config(load_json(config)).items():
+    for token_id, (literal, _) in _added_from_config(config).items():
         if added.get(token_id, ("",))[0] != literal:
             raise _bad(
                 f"tokenizer_config.json: added_tokens_decoder {token_id}",
@@ -411,12 +464,12 @@ def _agree(added: Mapping[int, tuple[str, bool]], config: Path) -> None:
             )
 
 
-def _need_every_byte(tokens: Iterable[bytes], where: str) -> None:
-    missing = {bytes([b]) for b in range(256)} - set(tokens)
+def _need_bytes(needed: frozenset[bytes], tokens: Iterable[bytes], where: str) -> None:
+    missing = needed - set(tokens)
     if missing:
         raise _bad(
             where,
-            f"no token for {len(missing)} of the 256 bytes, {min(missing)!r} among them",
+            f"no token for {len(missing)} of {len(needed)} bytes, {min(missing)!r} among them",
             "a byte-level vocabulary spells every byte, or text would be lost",
             "fetch the file again",
         )
@@ -431,9 +484,9 @@ def _byte_alphabet() -> dict[str, int]:
 
 
 def _steps(step: object) -> list[Json]:
-    """A pre-tokenizer or decoder as a flat list, sequences opened."""
+    """A pre-tokenizer, decoder or post-processor as a flat list, sequences opened."""
     data = _object(step)
-    inner = data.get("pretokenizers") or data.get("decoders")
+    inner = data.get("pretokenizers") or data.get("decoders") or data.get("processors")
     if isinstance(inner, list):
         return [flat for s in inner for flat in _steps(s)]
     return [data] if data else []

@@ -1,5 +1,6 @@
-"""Executes a `LoadPlan`: fills a module built on the meta device, by slices, on one device. Decides
-nothing; what could be wrong with names and shapes was refused in the plan."""
+"""Executes a `LoadPlan`: fills a module built on the meta device, by slices, on one device, from a
+folder of safetensors files or a GGUF file. Decides nothing; what could be wrong with names and
+shapes was refused in the plan."""
 
 import zlib
 from collections.abc import Callable, Iterator, Mapping
@@ -13,6 +14,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from vitrail.config.finding import Finding, Refused
+from vitrail.weights.gguf import GgufFile, GgufTensors
 from vitrail.weights.mapping import Box, Init, Names, WeightMap, extents
 from vitrail.weights.plan import LoadPlan, ParameterSpec, Read
 
@@ -30,23 +32,24 @@ def parameters_of(module: nn.Module) -> dict[str, ParameterSpec]:
 def load(
     plan: LoadPlan,
     module: nn.Module,
-    folder: Path,
+    source: Path | GgufFile,
     device: torch.device,
     progress: Progress | None = None,
 ) -> None:
-    """Replace every meta parameter of `module` by one on `device` filled from `folder`. Parameters
-    keep the dtype the module gave them. Raises `Refused` where a tied tensor is stored with other
-    values. Each file is opened once, each read is one slice."""
+    """Replace every meta parameter of `module` by one on `device` filled from `source`, a folder
+    of safetensors files or a GGUF file. Parameters keep the dtype the module gave them. Raises
+    `Refused` where a tied tensor is stored with other values. Each file is opened once; a read is
+    one slice of a safetensors file, and one of a GGUF's tensor that was dequantised whole."""
     found = parameters_of(module)
     assert found == plan.parameters, _difference(found, plan.parameters)
     tensors = _materialize(module, dict(plan.ties), device)
     done, total = 0, plan.read_bytes
-    for read, value in _values(plan.reads, folder):
+    for read, value in _values(plan.reads, source):
         _box(tensors[read.parameter], read.target).copy_(value)
         done += read.num_bytes
         if progress is not None:
             progress(done, total, read.tensor)
-    for read, value in _values(plan.checks, folder):
+    for read, value in _values(plan.checks, source):
         _check_tied(read, value, tensors[read.parameter])
         done += read.num_bytes
         if progress is not None:
@@ -135,25 +138,40 @@ def _settle(module: nn.Module, device: torch.device) -> None:
     assert not any(p.is_meta for p in module.parameters()), "a parameter was left on meta"
 
 
-def _values(reads: tuple[Read, ...], folder: Path) -> Iterator[tuple[Read, Tensor]]:
+def _values(reads: tuple[Read, ...], source: Path | GgufFile) -> Iterator[tuple[Read, Tensor]]:
     """Each read with its value, shaped like its target, in host memory that may be the file's."""
+    if isinstance(source, GgufFile):
+        with GgufTensors(source) as arrays:
+            for read in reads:
+                array = torch.from_numpy(arrays.get(read.tensor))  # pyright: ignore[reportUnknownMemberType]
+                yield read, _value(array, read)
+        return
     for file, group in groupby(reads, key=lambda read: read.file):
-        with cast(Any, safe_open(folder / file, framework="pt", device="cpu")) as opened:
+        with cast(Any, safe_open(source / file, framework="pt", device="cpu")) as opened:
             for read in group:
-                yield read, _value(opened, read)
+                if read.whole or read.view:
+                    yield read, _value(cast(Tensor, opened.get_tensor(read.tensor)), read)
+                else:
+                    value = cast(Tensor, opened.get_slice(read.tensor)[_slices(read.source)])
+                    yield read, _shaped(value, read)
 
 
-def _value(opened: Any, read: Read) -> Shaped[Tensor, "..."]:
-    if read.whole:
-        value = cast(Tensor, opened.get_tensor(read.tensor))
-    else:
-        box = tuple(slice(start, stop) for start, stop in read.source)
-        value = cast(Tensor, opened.get_slice(read.tensor)[box])
+def _value(tensor: Shaped[Tensor, "..."], read: Read) -> Shaped[Tensor, "..."]:
+    """The part of a whole tensor that `read` takes."""
+    viewed = tensor.reshape(read.view) if read.view else tensor
+    return _shaped(viewed[_slices(read.source)], read)
+
+
+def _shaped(value: Shaped[Tensor, "..."], read: Read) -> Shaped[Tensor, "..."]:
     return value.permute(read.order).reshape(extents(read.target))
 
 
 def _box(tensor: Shaped[Tensor, "..."], box: Box) -> Shaped[Tensor, "..."]:
-    return tensor[tuple(slice(start, stop) for start, stop in box)]
+    return tensor[_slices(box)]
+
+
+def _slices(box: Box) -> tuple[slice, ...]:
+    return tuple(slice(start, stop) for start, stop in box)
 
 
 def _check_tied(read: Read, value: Shaped[Tensor, "..."], tied: Shaped[Tensor, "..."]) -> None:

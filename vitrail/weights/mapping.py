@@ -43,11 +43,13 @@ class Piece(NamedTuple):
 
 
 class Source(NamedTuple):
-    """A tensor the checkpoint must hold: name pattern, shape, and where its elements go."""
+    """A tensor the checkpoint must hold: name pattern, shape, and where its elements go. Pieces'
+    source boxes are of the tensor viewed (row-major) as `view`; empty: as its own shape."""
 
     checkpoint: str
     shape: Shape
     pieces: tuple[Piece, ...]
+    view: Shape = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,17 +142,47 @@ class _ManyToOne:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fuse(_ManyToOne):
     """The tensors concatenated along `dim` are the parameter. `sizes` are their extents along
-    `dim`; empty: they are equal."""
+    `dim`; empty: they are equal. `pairs`, one for each tensor where given: 0, or the width D of
+    heads whose rows (`dim` is 0) are stored as rotary pairs (2i, 2i + 1) and become halves
+    (i, i + D/2):
+
+        tensor | a0 b0 a1 b1 |  ->  parameter | a0 a1 b0 b1 |
+    """
+
+    pairs: tuple[int, ...] = ()
 
     def sources(self, shapes: tuple[Shape, ...]) -> tuple[Source, ...]:
         (shape,) = shapes
         found: list[Source] = []
-        for checkpoint, part in zip(self.checkpoints, self.parts(shape[self.dim]), strict=True):
+        widths = self.pairs or (0,) * len(self.checkpoints)
+        parts = self.parts(shape[self.dim])
+        for checkpoint, part, width in zip(self.checkpoints, parts, widths, strict=True):
             place = with_interval(whole(shape), self.dim, part)
             stored = extents(place)
-            piece = Piece(whole(stored), 0, place, tuple(range(len(shape))))
-            found.append(Source(checkpoint, stored, (piece,)))
+            if width:
+                assert self.dim == 0, f"{self.parameter}: pairs are of rows"
+                found.append(_paired(checkpoint, stored, part[0], width))
+            else:
+                piece = Piece(whole(stored), 0, place, tuple(range(len(shape))))
+                found.append(Source(checkpoint, stored, (piece,)))
         return tuple(found)
+
+
+def _paired(checkpoint: str, stored: Shape, start: int, width: int) -> Source:
+    """`stored` viewed as [rows / 2, 2, ...]: each head's first, then second members of pairs."""
+    rows, *rest = stored
+    assert width % 2 == rows % width == 0, f"{checkpoint}: {rows} rows in heads of {width}"
+    half, view = width // 2, (rows // 2, 2, *rest)
+    axes = (0, *range(2, len(view)))
+    pieces: list[Piece] = []
+    for pair in range(0, rows // 2, half):
+        for member in (0, 1):
+            taken = with_interval(whole(view), 0, (pair, pair + half))
+            taken = with_interval(taken, 1, (member, member + 1))
+            at = start + 2 * pair + member * half
+            place = with_interval(whole(stored), 0, (at, at + half))
+            pieces.append(Piece(taken, 0, place, axes))
+    return Source(checkpoint, stored, tuple(pieces), view)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

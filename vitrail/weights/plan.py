@@ -45,11 +45,12 @@ class ParameterSpec(NamedTuple):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Read:
     """Box `source` of `tensor` in `file` (all of it if `whole`), its dims permuted by `order` and
-    reshaped to `target`'s extents, is box `target` of this rank's `parameter`. `num_bytes` are
-    read."""
+    reshaped to `target`'s extents, is box `target` of this rank's `parameter`. `view`: the shape
+    that `source` is a box of; empty: the tensor's own. `num_bytes` are read."""
 
     file: str
     tensor: str
+    view: Shape
     source: Box
     whole: bool
     order: tuple[int, ...]
@@ -184,7 +185,9 @@ class _Resolution:
             for piece in self._accepted(name, source, row, targets):
                 target = targets[piece.target]
                 if target in self.cuts:
-                    self.reads += _reads(self.tensors[name], piece, self.cuts[target], target)
+                    self.reads += _reads(
+                        self.tensors[name], piece, self.cuts[target], target, source.view
+                    )
 
     def _cut(self, name: str, rule: Rule, parts: tuple[int, ...]) -> None:
         """Find this rank's share of a parameter, which counts as filled from here on."""
@@ -334,19 +337,22 @@ def _parts(sources: tuple[Source, ...], target: int, rule: Rule) -> tuple[int, .
     return tuple(stop - start for start, stop in sorted(found))
 
 
-def _reads(tensor: TensorHeader, piece: Piece, cut: Cut, parameter: str) -> Iterator[Read]:
+def _reads(
+    tensor: TensorHeader, piece: Piece, cut: Cut, parameter: str, view: Shape = ()
+) -> Iterator[Read]:
     """The piece's overlap with each span of this rank."""
-    itemsize = (tensor.stop - tensor.start) // max(1, numel(tensor.shape))
+    stored_bytes, elements = tensor.stop - tensor.start, max(1, numel(tensor.shape))
     for source, target in _overlaps(piece, cut):
         yield Read(
             file=tensor.file,
             tensor=tensor.name,
+            view=view,
             source=source,
             whole=source == whole(tensor.shape),
             order=piece.order,
             parameter=parameter,
             target=target,
-            num_bytes=numel(extents(source)) * itemsize,
+            num_bytes=numel(extents(source)) * stored_bytes // elements,
         )
 
 

@@ -88,8 +88,9 @@ def tensors_of(
         targets = [parameters[filled(pattern, holes)] for pattern in row.parameters]
         for source in row.sources(tuple(tuple(target.shape) for target in targets)):
             stored = torch.empty(source.shape, dtype=targets[source.pieces[0].target].dtype)
+            viewed = stored.view(source.view or source.shape)
             for piece in source.pieces:
-                _store(stored, piece, targets[piece.target])
+                _store(viewed, piece, targets[piece.target])
             tensors[filled(source.checkpoint, holes)] = stored
     return tensors
 
