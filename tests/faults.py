@@ -7,6 +7,7 @@ FAULTS: dict[str, tuple[str, ...]] = {
         "tests/server/test_images.py::test_a01_tiny_pictures_among_normal_ones",
         "tests/models/kimi_vl/test_processor.py::test_a01_one_pixel_pictures_are_one_token_among_others",
         "tests/vision/test_image.py::test_a01_a03_tiny_and_thin_pictures_keep_their_shape",
+        "tests/models/nvila/test_nvila_serving.py::test_a01_f25_pictures_of_one_pixel",
     ),
     "A03": (
         "tests/server/test_images.py::test_a03_a28_prompt_tokens_are_the_grids",
@@ -41,6 +42,9 @@ FAULTS: dict[str, tuple[str, ...]] = {
         "tests/server/test_images.py::test_a11_no_bytes_at_all",
         "tests/vision/test_image.py::test_a11_cut_off_and_garbage_bytes_are_refused",
         "tests/vision/test_image.py::test_a11_no_file_cut_anywhere_passes_as_whole",
+        "tests/models/nvila/test_nvila_serving.py::test_a11_a_broken_video_names_its_part",
+        "tests/vision/test_video.py::test_a11_a_truncated_file_is_refused_with_numbers",
+        "tests/server/test_images.py::test_a11_a_truncated_or_empty_video_is_a_400_with_numbers",
     ),
     "A12": (
         "tests/server/test_images.py::test_a12_animations_give_their_first_frame",
@@ -65,6 +69,8 @@ FAULTS: dict[str, tuple[str, ...]] = {
         "tests/vision/test_placeholders.py::test_a19_pads_equal_the_pictures_tokens",
         "tests/vision/test_placeholders.py::test_a19_runs_that_fit_no_picture_are_refused",
         "tests/vision/test_placeholders.py::test_a19_slots_that_are_not_pictures_are_refused",
+        "tests/laws/test_nvila_laws.py::test_a19_a_picture_left_out_is_refused_with_both_counts",
+        "tests/models/test_nvila_parity.py::test_a19_features_of_fewer_pictures_name_both_counts",
     ),
     "A20": (
         "tests/ops/test_rope.py::test_a20_pair_2i_turns_by_column_and_pair_2i_plus_1_by_row",
@@ -80,6 +86,7 @@ FAULTS: dict[str, tuple[str, ...]] = {
         "tests/models/kimi_vl/test_processor.py::test_a21_limits_are_read_from_the_checkpoint",
         "tests/models/kimi_vl/test_processor.py::test_a21_what_the_file_says_is_never_ignored",
         "issue 6: `vitrail check` reports unknown keys of the file; loading refuses them today",
+        "tests/models/nvila/test_nvila_processor.py::test_a21_what_the_file_says_is_never_ignored",
     ),
     "A24": (
         "tests/server/test_images.py::test_a24_a34_order_of_parts_and_pictures_is_the_messages",
@@ -87,7 +94,9 @@ FAULTS: dict[str, tuple[str, ...]] = {
         "tests/tokenizer/test_chat.py::test_a24_text_and_images_keep_their_order",
         "later: a route that echoes prompts; prepared ids are compared today",
     ),
-    "A26": ("issue 5: NVILA",),
+    "A26": (
+        "tests/models/nvila/test_nvila_serving.py::test_a26_pictures_with_text_text_alone_and_pictures_alone",
+    ),
     "A28": (
         "tests/server/test_images.py::test_a03_a28_prompt_tokens_are_the_grids",
         "tests/models/kimi_vl/test_processor.py::test_a03_a10_a28_counts_before_pixels_equal_counts_after",
@@ -204,6 +213,7 @@ FAULTS: dict[str, tuple[str, ...]] = {
     "C01": (
         "tests/laws/test_engine_laws.py::test_c01_a_cached_prefix_equals_a_cold_one_and_pictures_never_share",
         "tests/cache/test_manager.py::test_c01_parallel_requests_with_other_pictures_share_only_the_text_before",
+        "tests/laws/test_nvila_laws.py::test_c01_a_cached_prefix_and_a_cached_picture_equal_fresh_ones",
     ),
     "C02": (
         "tests/cache/test_page_keys.py::test_c02_same_tokens_other_boundaries",
@@ -214,15 +224,19 @@ FAULTS: dict[str, tuple[str, ...]] = {
         "tests/engine/test_scheduler_images.py::test_c07_a_picture_may_be_cut_by_chunks_anywhere",
         "tests/models/test_kimi_vl_parity.py::test_c07_a_prompt_cut_at_every_boundary_is_the_whole",
         "tests/models/test_dense_parity.py::test_c07_a_text_cut_at_every_boundary_is_the_whole",
+        "tests/laws/test_nvila_laws.py::test_c07_chunked_equals_whole",
+        "tests/laws/test_nvila_laws.py::test_c07_lite_is_cut_at_every_boundary",
     ),
     "C10": (
         "tests/engine/test_scheduler_images.py::test_c10_each_picture_is_encoded_once_within_the_budget",
+        "tests/engine/test_scheduler_tiles.py::test_c10_each_sequence_is_encoded_once_within_the_budget",
     ),
     "C11": ("tests/cache/test_encoder.py::test_c11_1000_images_do_not_grow_the_cache",),
     "C14": ("tests/engine/test_scheduler.py::test_c14_groups_of_answers_end_in_a_cache_for_two",),
     "C16": (
         "tests/cache/test_encoder.py::test_c16_a_preempted_request_finds_its_image_again",
         "tests/cache/test_manager.py::test_c16_a_preempted_image_request_resumes",
+        "tests/laws/test_nvila_laws.py::test_c16_preempted_and_resumed_equals_undisturbed",
     ),
     "C17": ("tests/server/test_bad_input.py::test_c17_too_long_says_both_numbers",),
     "C20": (
@@ -233,7 +247,10 @@ FAULTS: dict[str, tuple[str, ...]] = {
         "tests/server/test_images.py::test_c22_a_picture_of_a_refused_request_works_afterwards",
         "tests/cache/test_encoder.py::test_c22_a_failed_image_works_the_next_time_and_eviction_ends",
     ),
-    "C26": ("tests/cache/test_manager.py::test_c26_a_chat_edited_in_turn_2_hits_up_to_the_edit",),
+    "C26": (
+        "tests/cache/test_manager.py::test_c26_a_chat_edited_in_turn_2_hits_up_to_the_edit",
+        "tests/laws/test_nvila_laws.py::test_c26_the_same_tiles_in_another_block_are_another_picture",
+    ),
     "C27": (
         "tests/server/test_faulty_engine.py::test_c27_more_than_the_queue_holds_is_refused_with_retry_after",
         "tests/server/test_images.py::test_c27_bursts_of_pictures_are_all_answered",
@@ -319,15 +336,23 @@ FAULTS: dict[str, tuple[str, ...]] = {
     "F01": (
         "tests/server/test_images.py::test_f01_f06_nothing_is_fetched_and_no_path_is_opened",
         "tests/vision/test_data_url.py::test_f01_f06_urls_are_refused_without_looking",
+        "tests/models/nvila/test_nvila_serving.py::test_f01_f06_a_video_is_never_fetched",
+        "tests/server/test_images.py::test_f01_a_video_is_not_fetched",
     ),
     "F06": (
         "tests/server/test_images.py::test_f01_f06_nothing_is_fetched_and_no_path_is_opened",
         "tests/vision/test_data_url.py::test_f01_f06_urls_are_refused_without_looking",
+        "tests/models/nvila/test_nvila_serving.py::test_f01_f06_a_video_is_never_fetched",
+        "tests/vision/test_video.py::test_f06_a_reader_opens_nothing_but_the_bytes",
     ),
-    "F08": ("tests/vision/test_image.py::test_f08_bombs_cost_nothing_and_pil_keeps_its_guards",),
+    "F08": (
+        "tests/vision/test_image.py::test_f08_bombs_cost_nothing_and_pil_keeps_its_guards",
+        "tests/vision/test_video.py::test_f08_limits_are_told_with_both_numbers",
+    ),
     "F12": (
         "tests/server/test_images.py::test_f12_text_never_claims_a_slot",
         "tests/tokenizer/test_chat.py::test_f12_a_spelt_image_is_text",
+        "tests/models/nvila/test_nvila_serving.py::test_f12_text_never_claims_a_tile",
     ),
     "F14": (
         "tests/server/test_lifecycle.py::test_f14_f16_every_route_but_the_open_ones_needs_the_key",
@@ -337,5 +362,6 @@ FAULTS: dict[str, tuple[str, ...]] = {
     ),
     "F17": ("tests/engine/test_ipc.py::test_f17_bytes_that_are_no_message_are_refused",),
     "F20": ("tests/server/test_bad_input.py::test_f20_a_megabyte_of_text_does_not_hold_health_up",),
+    "F25": ("tests/models/nvila/test_nvila_serving.py::test_a01_f25_pictures_of_one_pixel",),
     "H13": ("tests/cache/test_manager.py::test_h13_1000_failed_admissions_leave_nothing",),
 }

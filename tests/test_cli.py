@@ -33,6 +33,7 @@ ENGINE = {
     "--prefix-cache",
     "--no-prefix-cache",
     "--step-ahead",
+    "--video-frames",
     "--no-step-ahead",
     "--attention",
     "--max-images",

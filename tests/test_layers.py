@@ -17,7 +17,8 @@ TORCH_FREE = (
     "vitrail.server.app",
     *(f"vitrail.models.{m}" for m in ("gguf", "reading", "registry")),
     "vitrail.models.kimi_vl.processor",
-    *(f"vitrail.vision.{m}" for m in ("image", "preprocess", "placeholders")),
+    "vitrail.models.nvila.processor",
+    *(f"vitrail.vision.{m}" for m in ("image", "preprocess", "placeholders", "video")),
     *(
         f"vitrail.attention.{m}"
         for m in ("shape", "tiles", "legality", "fa4", "plan", "installed", "decode_spec")

@@ -82,6 +82,7 @@ class PaperDevice:
         self.cells = np.full((num_pages, page_size), EMPTY, dtype=np.int64)
         self.slots: dict[int, Slot] = {}
         self.entries: dict[int, tuple[bytes, int]] = {}
+        self.parts: dict[int, list[bytes]] = {}  # of entries whose last part is to come
         self.failed: set[int] = set()
         self.encoded: dict[bytes, int] = {}
         self.bad_images: set[bytes] = set()
@@ -139,7 +140,7 @@ class PaperDevice:
 
     def _check_plan(self, plan: StepPlan, inputs: StepInputs) -> None:
         rows = (*plan.prefills, *plan.decodes)
-        assert rows, "an empty step"
+        assert rows or plan.encodes, "an empty step"
         assert len({r.slot for r in rows}) == len({r.seq for r in rows}) == len(rows)
         assert sum(r.length for r in rows) <= self._chunk
         assert sum(r.length for r in plan.prefills) == len(inputs.token_ids) == len(inputs.next_ids)
@@ -147,26 +148,38 @@ class PaperDevice:
         assert all(r.length == 1 and r.sample for r in plan.decodes)
         firsts = [r for r in rows if r.pages_before == 0]
         assert [(s.slot, s.seq) for s in inputs.setups] == [(r.slot, r.seq) for r in firsts]
-        assert {j.entry for j in plan.encodes} <= {s.entry for s in plan.slices}
+        assert len({j.entry for j in plan.encodes}) == len(plan.encodes)
+        assert {j.entry for j in plan.encodes if j.is_last} <= {s.entry for s in plan.slices}
 
     def _encode(self, plan: StepPlan, inputs: StepInputs) -> dict[int, str]:
         for entry in plan.drop_entries:
             self.entries.pop(entry, None)
+            self.parts.pop(entry, None)
             self.failed.discard(entry)
         failed: dict[int, str] = {}
         for job, pixels in zip(plan.encodes, inputs.pixels, strict=True):
-            assert pixels.shape == (job.height * job.width, 8)
-            identity = pixels.tobytes()[:32]
-            assert job.entry not in self.entries | dict.fromkeys(self.failed), "encoded twice"
-            self.encoded[identity] = self.encoded.get(identity, 0) + 1
-            if identity in self.bad_images:
+            size = job.height * job.width
+            assert pixels.shape == (job.count * size, 8)
+            parts = [pixels[i * size :].tobytes()[:32] for i in range(job.count)]
+            assert job.entry not in self.entries, "encoded twice"
+            if job.entry in self.failed:
+                failed[job.entry] = "an earlier part of it failed"
+                continue
+            kept = self.parts.pop(job.entry, [])
+            identity = [*kept, *parts][0]
+            if len(kept) != job.first or identity in self.bad_images:
                 self.failed.add(job.entry)
-                failed[job.entry] = "bad pixels"
-            else:
+                failed[job.entry] = "bad pixels" if len(kept) == job.first else "a part is missing"
+                continue
+            self.parts[job.entry] = [*kept, *parts]
+            if job.is_last:
+                found = self.parts.pop(job.entry)
+                assert found == [sequence_id(identity, i) for i in range(job.sequences)]
+                self.encoded[identity] = self.encoded.get(identity, 0) + 1
                 self.entries[job.entry] = (identity, job.num_tokens)
         tokens = sum(n for _, n in self.entries.values())
         self.max_entry_tokens = max(self.max_entry_tokens, tokens)
-        patches = sum(j.height * j.width for j in plan.encodes)
+        patches = sum(j.num_patches for j in plan.encodes)
         self.max_patches = max(self.max_patches, patches)
         return failed
 
@@ -290,11 +303,25 @@ def oracle(request: EngineRequest, context: int) -> tuple[list[int], FinishReaso
         state = mix(state, mix(token, state))
 
 
-def picture(name: int, height: int, width: int, offset: int, num_tokens: int) -> ImageInput:
+def sequence_id(identity: bytes, index: int) -> bytes:
+    """The first 32 bytes of sequence `index` of the image `identity`."""
+    row = np.frombuffer(identity, np.float32).copy()
+    row[4] += index
+    return row.tobytes()
+
+
+def picture(
+    name: int, height: int, width: int, offset: int, num_tokens: int, sequences: int = 1
+) -> ImageInput:
     """An image whose identity is its pixels' first 32 bytes."""
-    patches = np.full((height * width, 8), name, dtype=np.float32)
+    patches = np.full((sequences * height * width, 8), name, dtype=np.float32)
     patches[0, 1:4] = height, width, num_tokens
+    for i in range(1, sequences):
+        patches[i * height * width] = np.frombuffer(
+            sequence_id(patches[0].tobytes(), i), np.float32
+        )
     return ImageInput(
+        sequences=sequences,
         identity=patches.tobytes()[:32],
         offset=offset,
         num_tokens=num_tokens,
@@ -464,14 +491,16 @@ def request(
     )
 
 
-def chat(name: str, *parts: int | tuple[int, int], **options: object) -> EngineRequest:
+def chat(name: str, *parts: int | tuple[int, ...], **options: object) -> EngineRequest:
     """A prompt from parts: n > 0 is n text tokens (numbered from their position), (picture, tokens)
-    an image of that many tokens and twice as many patches."""
+    an image of that many tokens and twice as many patches, (picture, tokens, n) one of n sequences
+    of so many patches each."""
     prompt: list[int] = []
     images: list[ImageInput] = []
     for part in parts:
         if isinstance(part, tuple):
-            images.append(picture(part[0], 2, part[1], len(prompt), part[1]))
+            sequences = part[2] if len(part) == 3 else 1
+            images.append(picture(part[0], 2, part[1], len(prompt), part[1], sequences))
             prompt += [IMAGE_ID] * part[1]
         else:
             prompt += [10 + (len(prompt) + i) % 30 for i in range(part)]

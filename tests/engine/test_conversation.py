@@ -12,12 +12,14 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from vitrail.config.finding import Finding, Refused
+from vitrail.config.model import PatchRules
 from vitrail.engine.conversation import Picture, local_source, parse_conversation
 from vitrail.tokenizer.messages import ImagePart, Message, TextPart, ToolCall
 from vitrail.vision.image import ImageLimits
 from vitrail.vision.preprocess import from_patches
 
 LIMITS = ImageLimits(max_bytes=1000, max_pixels=1000)
+RULES = PatchRules(patch_size=14, merge=2)
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
     lambda inner: (
@@ -122,9 +124,7 @@ def test_only_the_offline_api_may_name_files():
 
 
 def test_local_sources():
-    patched = from_patches(
-        np.zeros((4, 3 * 14 * 14), np.uint8), 2, 2, patch_size=14, merge=2, where="x"
-    )
+    patched = from_patches(np.zeros((4, 3 * 14 * 14), np.uint8), (2, 2), None, RULES, "x")
     pixels = np.zeros((2, 2, 3), np.uint8)
     for source in (b"x", Path("a"), Image.new("RGB", (2, 2)), pixels, patched):
         assert local_source(source, "x") is source

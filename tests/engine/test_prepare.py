@@ -15,6 +15,7 @@ from tests.server.checkpoint import IM_END, MEDIA_PAD, VOCAB, write_kimi
 from tests.tokenizer.post_processor import begins_with
 from vitrail.config.engine import EngineConfig
 from vitrail.config.finding import Refused
+from vitrail.config.model import PatchRules
 from vitrail.engine.checkpoint import open_checkpoint
 from vitrail.engine.conversation import Picture, parse_conversation
 from vitrail.engine.prepare import Assets, Preparer, Prompt, ServingFacts, load_assets
@@ -29,8 +30,7 @@ FACTS = ServingFacts(
     image_token_id=MEDIA_PAD,
     encoder_patches=100,
     kv_tokens=1000,
-    patch_size=14,
-    merge=2,
+    patch_rules=PatchRules(patch_size=14, merge=2),
 )
 LIMITS = ImageLimits(max_bytes=10_000, max_pixels=10_000_000)
 
@@ -197,7 +197,7 @@ def test_a_picture_without_a_grid_names_its_part(preparer: Preparer):
 
 
 def test_a_text_model_takes_no_pictures(folder: Path):
-    text_only = make(folder, msgspec.structs.replace(FACTS, image_token_id=None, merge=None))
+    text_only = make(folder, msgspec.structs.replace(FACTS, image_token_id=None, patch_rules=None))
     assert refusal(chat, text_only, picture(28, 28)).rule == "this model takes text alone"
     assert chat(text_only, "hi").images == []
 

@@ -176,14 +176,14 @@ def test_an_image_whose_encoding_raises_fails_its_requests_alone(
     launched ahead already reads the failed entry."""
     llm = golden_llm(step_ahead=step_ahead, max_step_tokens=20)
     model = llm.engine._runner._p.encoder._model
-    encode, marked = model.encode_images, golden.images[1]["grid"]
+    encode, marked = model.encode_patches, golden.images[1]["grid"]
 
     def faulty(patches: Any, grids: Any, plans: Any) -> Any:
         if tuple(marked) in [tuple(g) for g in grids]:
             raise fault
         return encode(patches, grids, plans)
 
-    model.encode_images = faulty
+    model.encode_patches = faulty
     text = {"prompt_token_ids": golden.text_ids}
     other = {"prompt_token_ids": [1, 505, 2], "images": [golden.images[0]]}
     expected = [ends(golden_llm(), [p])[0].token_ids for p in (text, other)]
@@ -191,7 +191,7 @@ def test_an_image_whose_encoding_raises_fails_its_requests_alone(
     assert [first.token_ids, last.token_ids] == expected
     assert failed.finish_reason is FinishReason.ERROR
     assert str(fault) in failed.error
-    model.encode_images = encode
+    model.encode_patches = encode
     assert run(llm, [golden.prompt]) == [golden.greedy]
 
 

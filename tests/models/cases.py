@@ -116,14 +116,73 @@ KIMI_VL: dict[str, Any] = {
     "tie_word_embeddings": False,
 }
 
+SIGLIP: dict[str, Any] = {
+    "model_type": "siglip_vision_model",
+    "hidden_size": 36,
+    "intermediate_size": 41,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 3,
+    "image_size": 6,
+    "patch_size": 3,
+    "vision_use_head": False,
+    "hidden_act": "gelu_pytorch_tanh",
+    "layer_norm_eps": 1e-6,
+}
+NVILA: dict[str, Any] = {
+    "architectures": ["NVILAForConditionalGeneration"],
+    "model_type": "nvila",
+    "text_config": QWEN2,
+    "vision_config": SIGLIP,
+    "image_token_id": 55,
+    "video_token_id": 56,
+    "torch_dtype": "bfloat16",
+}
+NVILA_LITE = NVILA | {
+    "architectures": ["NVILALiteForConditionalGeneration"],
+    "model_type": "nvila_lite",
+    "text_config": QWEN2 | {"tie_word_embeddings": True},
+    "vision_config": SIGLIP | {"image_size": 12},
+}
+# The layout of sub-folders, as the authors publish NVILA-8B. Its image token has no embedding.
+NVILA_FOLDERS: dict[str, Any] = {
+    "architectures": ["LlavaLlamaModel"],
+    "model_type": "llava_llama",
+    "llm_cfg": QWEN2 | {"model_max_length": 512, "tokenizer_padding_side": "right"},
+    "vision_tower_cfg": SIGLIP | {"num_image_tokens": 4, "projection_dim": 8},
+    "mm_projector_cfg": {"model_type": "v2l_projector", "mm_projector_type": "mlp_downsample"},
+    "image_aspect_ratio": "dynamic_s2",
+    "dynamic_s2": True,
+    "s2": False,
+    "s2_scales": "448,896,1344",
+    "s2_max_split_size": 448,
+    "s2_resize_output_to_scale_idx": -1,
+    "mm_vision_select_layer": -2,
+    "mm_vision_select_feature": "cls_patch",
+    "hidden_size": 40,
+    "num_video_frames": 8,
+    "time_token_ids": [],
+    "tune_language_model": True,
+    "model_dtype": "torch.bfloat16",
+}
+VILA_FOLDERS = NVILA_FOLDERS | {
+    "architectures": ["VILAForCasualLM"],
+    "model_type": "vila",
+    "vision_tower_cfg": SIGLIP | {"image_size": 12},
+    "mm_projector_cfg": {"mm_projector_type": "mlp_downsample_3x3_fix"},
+    "image_aspect_ratio": "dynamic",
+    "dynamic_s2": False,
+}
+
 
 @dataclass(frozen=True)
 class Case:
-    """config.json, generation_config.json, and the grids of the pictures it is shown."""
+    """config.json, generation_config.json, and the grids of the sequences that it is shown; where
+    a picture has several, `blocks` has one entry for each picture."""
 
     config: dict[str, Any]
     generation: dict[str, Any] = field(default_factory=dict)
     grids: tuple[tuple[int, int], ...] = ()
+    blocks: tuple[tuple[int, int] | None, ...] = ()
 
 
 CASES = {
@@ -140,5 +199,9 @@ CASES = {
     "llama": Case(LLAMA | {"num_key_value_heads": 1, "num_attention_heads": 5}),
     "llama_tied": Case(LLAMA | {"tie_word_embeddings": True, "rope_scaling": LLAMA3_SCALING}),
     "llama_biased": Case(LLAMA | {"attention_bias": True, "mlp_bias": True, "head_dim": 14}),
+    "nvila": Case(NVILA, grids=((2, 2),) * 7, blocks=((1, 1), None)),
+    "nvila_lite": Case(NVILA_LITE, grids=((4, 4),) * 2, blocks=(None, None)),
+    "nvila_folders": Case(NVILA_FOLDERS, grids=((2, 2),) * 7, blocks=(None, (1, 1))),
+    "vila_folders": Case(VILA_FOLDERS, grids=((4, 4),) * 2, blocks=(None, None)),
     "kimi_vl": Case(KIMI_VL, {"eos_token_id": [51, 52]}, grids=((2, 8), (6, 6), (2, 2))),
 }

@@ -12,6 +12,7 @@ from torch import Tensor
 from tests.models.driver import fill, image_plans, read_folder
 from vitrail.config.model import DType, ModelConfig
 from vitrail.layers.attention import MlaForms
+from vitrail.models.interface import ImageShape
 from vitrail.models.kimi_vl.model import KimiVL
 
 FOLDER = Path(__file__).parents[1] / "golden" / "kimi_vl"
@@ -58,7 +59,8 @@ def golden() -> Golden:
     grids = [(h, w) for h, w in reference["image_grid_hws"].tolist()]
     model = models[MlaForms()]
     plans = image_plans(model, "float32", max(h * w for h, w in grids))
-    features = model.encode_images(reference["pixel_values"].flatten(1), grids, plans)
+    patches = model.encode_patches(reference["pixel_values"].flatten(1), grids, plans)
+    features = model.project_images(patches, [ImageShape(*grid) for grid in grids])
     return Golden(FOLDER / "ckpt", config, reference, features, models)
 
 

@@ -21,7 +21,7 @@ from vitrail.config.finding import Finding, accept
 from vitrail.config.hardware import CPU
 from vitrail.config.model import DType, KvDType, KvScales, ModelConfig
 from vitrail.layers.context import ForwardContext
-from vitrail.models.interface import Model
+from vitrail.models.interface import ImageModel, Model
 from vitrail.models.registry import load_entry
 from vitrail.weights.headers import read
 from vitrail.weights.load import load, parameters_of
@@ -160,7 +160,7 @@ def plan_table(
     return make_table(model.text_sites(), limits, CPU, None)
 
 
-def image_plans(model: Model, dtype: DType, max_patches: int, batch: int = 4) -> PlanTable:
+def image_plans(model: ImageModel, dtype: DType, max_patches: int, batch: int = 4) -> PlanTable:
     """Plans of every tower site."""
     limits = PlanLimits(
         dtype=dtype,

@@ -16,7 +16,7 @@ from tests.models.driver import Driver, Running, image_plans, read_folder, resol
 from vitrail.cache.spec import LatentKv, LayerSpec
 from vitrail.config.finding import accept
 from vitrail.config.model import KvScales, ModelConfig
-from vitrail.models.interface import Model
+from vitrail.models.interface import ImageModel, ImageShape, Model
 from vitrail.models.registry import ARCHITECTURES, load_entry
 from vitrail.weights.load import load, parameters_of
 from vitrail.weights.write import write_checkpoint
@@ -67,7 +67,14 @@ def encode(model: Model, config: ModelConfig, case: Case) -> Tensor | None:
     samples = 3 * config.vision.patch_size**2
     patches = sum(h * w for h, w in case.grids)
     pixels = torch.rand((patches, samples), generator=torch.Generator().manual_seed(5)) * 2 - 1
-    return model.encode_images(pixels, list(case.grids), image_plans(model, "float32", patches))
+    assert isinstance(model, ImageModel)
+    plans = image_plans(model, "float32", patches, len(case.grids))
+    features = model.encode_patches(pixels, list(case.grids), plans)
+    if case.blocks:
+        images = [ImageShape(*case.grids[0], block) for block in case.blocks]
+    else:
+        images = [ImageShape(*grid) for grid in case.grids]
+    return model.project_images(features, images)
 
 
 def prompt(config: ModelConfig, images: Tensor | None) -> list[int]:

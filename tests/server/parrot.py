@@ -9,6 +9,7 @@ import sys
 import time
 
 from vitrail.config.finding import Finding
+from vitrail.config.model import PatchRules
 from vitrail.engine.checkpoint import open_checkpoint
 from vitrail.engine.ipc import Abort, EngineChannel, Ready, Refusal, Stats, Stepped, Submit
 from vitrail.engine.prepare import ServingFacts
@@ -63,8 +64,7 @@ def main(fd: int) -> None:
         image_token_id=checkpoint.config["media_placeholder_token_id"],
         encoder_patches=1 << 12,
         kv_tokens=1 << 20,
-        patch_size=14,
-        merge=2,
+        patch_rules=PatchRules(patch_size=14, merge=2),
     )
     channel.send(Ready(facts=facts))
     speakers: dict[str, Speaker] = {}

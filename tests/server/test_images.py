@@ -16,6 +16,7 @@ from PIL import Image
 from tests.server.checkpoint import IN_TOKEN_LIMIT, PATCH, write_kimi
 from tests.server.served import PICTURES, Served, picture
 from tests.server.sse import error_of
+from tests.vision.test_video import encoded as encoded_video
 from vitrail.models.kimi_vl.processor import KimiVLProcessor
 
 QUESTION = {"type": "text", "text": "what colour is the top-left?"}
@@ -343,3 +344,35 @@ def test_image_tokens_are_never_sampled(server: Served):
     biased = send(server, QUESTION, max_tokens=20, logit_bias={"444": 100}, logprobs=True)
     rows = biased.json()["choices"][0]["logprobs"]["content"]
     assert all(row["token"] != "<|media_pad|>" for row in rows)
+
+
+def clip(data: bytes) -> dict[str, Any]:
+    url = "data:video/mp4;base64," + base64.b64encode(data).decode()
+    return {"type": "video_url", "video_url": {"url": url}}
+
+
+def test_a_video_is_eight_pictures(server: Served):
+    """64 x 48 pixels are 6 x 4 patches, 6 tokens a frame."""
+    alone = prompt_tokens(send(server, QUESTION))
+    got = prompt_tokens(send(server, clip(encoded_video(20)), QUESTION))
+    assert got - alone == 8 * (6 + frame_tokens(server))
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a11_a_truncated_or_empty_video_is_a_400_with_numbers(server: Served, stream: bool):
+    whole = encoded_video(20)
+    for data in (whole[: len(whole) // 2], whole[:40], b"not a video at all"):
+        response = send(server, QUESTION, clip(data), stream=stream)
+        assert response.status_code == 400
+        error = error_of(response)
+        assert error["param"] == "messages[0].content[1].video_url"
+        assert str(len(data)) in error["message"]
+    response = send(server, clip(b""))
+    assert response.status_code == 400
+
+
+def test_f01_a_video_is_not_fetched(server: Served):
+    part = {"type": "video_url", "video_url": {"url": "http://127.0.0.1:9/a.mp4"}}
+    response = send(server, part)
+    assert response.status_code == 400
+    assert error_of(response)["code"] == "unsupported_image_url"

@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vitrail.config.finding import Refused
+from vitrail.config.model import PatchRules
 from vitrail.vision.preprocess import (
     Normalisation,
     from_patches,
@@ -18,6 +19,7 @@ from vitrail.vision.preprocess import (
 
 EXAMPLES = settings(max_examples=50, derandomize=True, deadline=None)
 SIDES = st.integers(1, 7)
+RULES = PatchRules(patch_size=1, merge=2)
 
 
 def noise(height: int, width: int, seed: int = 0) -> np.ndarray:
@@ -74,7 +76,7 @@ def test_patches_of_the_caller(dtype: type) -> None:
     values = patchify(noise(4, 6), 1).astype(dtype)
 
     def bring(patches: np.ndarray, height: int, width: int) -> bytes:
-        image = from_patches(patches, height, width, patch_size=1, merge=2, where="images[0]")
+        image = from_patches(patches, (height, width), None, RULES, "images[0]")
         kept = np.uint8 if dtype is np.uint8 else np.float32
         assert image.patches.dtype == kept
         assert np.array_equal(image.patches, values)
@@ -89,7 +91,7 @@ def test_patches_of_the_caller(dtype: type) -> None:
 
 
 def from_patches_digest(patches: np.ndarray) -> bytes:
-    return from_patches(patches, 4, 6, patch_size=1, merge=2, where="images[0]").digest
+    return from_patches(patches, (4, 6), None, RULES, "images[0]").digest
 
 
 @pytest.mark.parametrize(
@@ -109,7 +111,7 @@ def test_patches_that_fit_no_grid_are_refused(
     shape: tuple[int, ...], dtype: type, grid: tuple[int, int], saw: str
 ) -> None:
     with pytest.raises(Refused, match=saw):
-        from_patches(np.zeros(shape, dtype), *grid, patch_size=1, merge=2, where="images[0]")
+        from_patches(np.zeros(shape, dtype), grid, None, RULES, "images[0]")
 
 
 def test_patches_that_are_not_finite_are_refused() -> None:

@@ -61,7 +61,8 @@ class EngineConfig:
     )
     max_images: int = _opt(64, "images in one request")
     max_image_pixels: int = _opt(64_000_000, "pixels of one image, from its header")
-    max_image_bytes: int = _opt(32 << 20, "encoded bytes of one image")
+    max_image_bytes: int = _opt(32 << 20, "encoded bytes of one image or video")
+    video_frames: int = _opt(8, "frames taken from a video, evenly; each counts as an image")
     image_workers: int = _opt(2, "threads that decode and patch images")
 
 
@@ -79,6 +80,7 @@ def validate(config: EngineConfig) -> list[Finding]:
         "max_images": 0,
         "max_image_pixels": 1,
         "max_image_bytes": 1,
+        "video_frames": 1,
         "image_workers": 1,
         "seed": 0,
         "max_model_len": 2,

@@ -129,6 +129,30 @@ class TextConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PatchRules:
+    """How a tower takes a picture: `merge` x `merge` patches of `patch_size` pixels make a token.
+    `tile`: patches a side of the only sequence it takes, whose odd edge is padded with zeros; None:
+    any picture of whole tokens is a sequence. `scales`: a picture with a block of (rows, columns)
+    tiles brings that many tiles a side of itself before it, one scale after the other."""
+
+    patch_size: int
+    merge: int
+    tile: int | None = None
+    scales: tuple[int, ...] = ()
+
+    def num_sequences(self, block: tuple[int, int] | None) -> int:
+        """Attention sequences of a picture."""
+        if block is None:
+            return 1
+        return sum(side * side for side in self.scales) + block[0] * block[1]
+
+    def num_tokens(self, height: int, width: int, block: tuple[int, int] | None) -> int:
+        """Tokens of a picture whose sequences have `height` x `width` patches."""
+        rows, columns = block or (1, 1)
+        return rows * columns * -(-height // self.merge) * -(-width // self.merge)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MoonVitConfig:
     """Kimi-VL's native-resolution vision tower. `pos_height` x `pos_width` is the learned position
     table, resized bicubically to each image's grid; `merge` patches a side become one token."""
@@ -148,16 +172,56 @@ class MoonVitConfig:
     def head_dim(self) -> int:
         return self.hidden_size // self.num_heads
 
+    @property
+    def rules(self) -> PatchRules:
+        return PatchRules(patch_size=self.patch_size, merge=self.merge)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SiglipConfig:
+    """A SigLIP tower over square tiles of `image_size` pixels, each an attention sequence, read at
+    its last layer but one. `num_layers`: as published, the one that is not computed included.
+    `merge` and `scales`: see `PatchRules`."""
+
+    patch_size: int
+    image_size: int
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    intermediate_size: int
+    layer_norm_eps: float
+    merge: int
+    scales: tuple[int, ...]
+
+    @property
+    def head_dim(self) -> int:
+        return self.hidden_size // self.num_heads
+
+    @property
+    def tile(self) -> int:
+        """Patches a side of a tile."""
+        return self.image_size // self.patch_size
+
+    @property
+    def rules(self) -> PatchRules:
+        return PatchRules(
+            patch_size=self.patch_size, merge=self.merge, tile=self.tile, scales=self.scales
+        )
+
+
+VisionConfig = MoonVitConfig | SiglipConfig
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """A whole checkpoint. `image_token_id` marks image positions in a prompt; it is never sampled.
+    """A whole checkpoint. `image_token_id` marks image positions in a prompt; it is never sampled,
+    and may lie beyond the vocabulary, where its embedding is never read.
     `eos_token_ids` is the union of config.json, generation_config.json and the model's turn end."""
 
     architecture: str
     dtype: DType
     text: TextConfig
-    vision: MoonVitConfig | None
+    vision: VisionConfig | None
     image_token_id: int | None
     eos_token_ids: tuple[int, ...]
     bos_token_id: int | None

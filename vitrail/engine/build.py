@@ -27,7 +27,7 @@ from vitrail.cache.spec import ITEM_BYTES, LayerSpec, stored_as
 from vitrail.config.engine import GIB, EngineConfig, validate
 from vitrail.config.finding import Finding, Refused, accept, errors
 from vitrail.config.hardware import CPU, Hardware, from_device
-from vitrail.config.model import DType, KvDType, ModelConfig
+from vitrail.config.model import DType, KvDType, ModelConfig, VisionConfig
 from vitrail.engine.batch import BatchBuilder
 from vitrail.engine.checkpoint import Checkpoint
 from vitrail.engine.encode import ImageEncoder
@@ -36,8 +36,8 @@ from vitrail.engine.prepare import ServingFacts
 from vitrail.engine.runner import Runner, RunnerParts
 from vitrail.engine.sampler import Sampler
 from vitrail.engine.scheduler import Scheduler, SchedulerLimits
-from vitrail.models.interface import Model, ModelEntry
-from vitrail.models.registry import load_entry, load_gguf_entry
+from vitrail.models.interface import ImageModel, ImageShape, Model, ModelEntry
+from vitrail.models.registry import find, load_entry, load_gguf_entry
 from vitrail.vision.preprocess import ImageProcessor
 from vitrail.weights import headers, load
 from vitrail.weights.plan import resolve
@@ -84,7 +84,7 @@ def build_engine(
     with torch.device("meta"):
         model = entry.build(model_config, dtype)
     patches = _encoder_patches(config, model_config, processor)
-    image_plans = _image_plans(config, model, dtype, patches, hardware)
+    image_plans = _image_plans(config, model, model_config.vision, dtype, patches, hardware)
     _load(config, entry, model_config, model, checkpoint, device, progress)
     peak = _measure_encoder(model, image_plans, model_config, patches, device)
     sizes = _sizes(config, model_config, _specs(config, model), patches, device, peak)
@@ -107,8 +107,7 @@ def build_engine(
         image_token_id=model_config.image_token_id,
         encoder_patches=sizes.encoder_patches,
         kv_tokens=sizes.cache.num_tokens,
-        patch_size=None if vision is None else vision.patch_size,
-        merge=None if vision is None else vision.merge,
+        patch_rules=None if vision is None else vision.rules,
     )
     return Built(engine, facts)
 
@@ -153,7 +152,8 @@ def _specs(config: EngineConfig, model: Model) -> Sequence[LayerSpec]:
 def _encoder_patches(
     config: EngineConfig, model: ModelConfig, processor: ImageProcessor | None
 ) -> int:
-    """The encoder's budget a step: asked for, or the largest sequence the processor makes."""
+    """The encoder's budget a step: asked for, or the largest picture the processor makes, so that
+    no picture alone waits for a second step."""
     if model.vision is None:
         return 0
     if config.encoder_patches is not None:
@@ -162,16 +162,32 @@ def _encoder_patches(
 
 
 def _image_plans(
-    config: EngineConfig, model: Model, dtype: DType, patches: int, hardware: Hardware
+    config: EngineConfig,
+    model: Model,
+    vision: VisionConfig | None,
+    dtype: DType,
+    patches: int,
+    hardware: Hardware,
 ) -> PlanTable:
+    rules = None if vision is None else vision.rules
+    longest = patches if rules is None or rules.tile is None else rules.tile**2
+    if longest > patches:
+        raise Refused(
+            Finding(
+                where="encoder_patches",
+                saw=str(patches),
+                rule=f"at least {longest}, the patches of one tile",
+                change=f"pass --encoder-patches {longest} or more",
+            )
+        )
     limits = PlanLimits(
         dtype=dtype,
         page_size=None,
         max_batch=max(1, patches),
-        max_q_len=max(1, patches),
-        max_kv_len=max(1, patches),
+        max_q_len=max(1, longest),
+        max_kv_len=max(1, longest),
     )
-    sites = model.image_sites()
+    sites = model.image_sites() if isinstance(model, ImageModel) else ()
     return _tell(make_table(sites, limits, hardware, config.attention, releases()))
 
 
@@ -195,7 +211,8 @@ def _load(
         load.randomize(weight_map, module, device, config.seed)
         return
     if checkpoint.gguf is None:
-        found, source = accept(headers.read(checkpoint.folder)), checkpoint.folder
+        parts = find(checkpoint.architecture).folders
+        found, source = accept(headers.read(checkpoint.folder, parts)), checkpoint.folder
     else:
         weight_map = load_gguf_entry(checkpoint.architecture).gguf_map(model_config)
         found, source = checkpoint.gguf.headers, checkpoint.gguf
@@ -213,13 +230,23 @@ def _measure_encoder(
     CPU, where the pages' size does not depend on it."""
     if config.vision is None or device.type == "cpu":
         return 0
-    side = config.vision.merge
-    grid = (side, max(side, patches // side // side * side))
-    features = 3 * config.vision.patch_size**2
-    noise = np.random.default_rng(0).integers(0, 256, (grid[0] * grid[1], features), np.uint8)
+    assert isinstance(model, ImageModel), f"{config.architecture} with a tower"
+    rules = config.vision.rules
+    side = rules.tile or rules.merge
+    if rules.tile is None:
+        grids = [(side, max(side, patches // side // side * side))]
+    else:
+        grids = [(side, side)] * (patches // side**2)
+    count = sum(height * width for height, width in grids)
+    features = 3 * rules.patch_size**2
+    noise = np.random.default_rng(0).integers(0, 256, (count, features), np.uint8)
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
-    model.encode_images(torch.from_numpy(noise).to(device), [grid], plans)
+    rows = model.encode_patches(torch.from_numpy(noise).to(device), grids, plans)
+    model.project_images(rows, [ImageShape(*grid) for grid in grids])
+    tiles = len(grids) - rules.num_sequences((0, 0))
+    if rules.scales and tiles > 0:  # one picture of all scales takes more than single tiles
+        model.project_images(rows, [ImageShape(side, side, (1, tiles))])
     peak = torch.cuda.max_memory_allocated(device) - before
     torch.cuda.empty_cache()
     return peak
@@ -297,12 +324,14 @@ def _assemble(
     assert all(phase is not Phase.ENCODE for _, phase in model.text_sites())
     row_bytes = model_config.text.hidden_size * ITEM_BYTES[dtype]
     encoder_pool = EncoderPool()
-    image_id = model_config.image_token_id
+    image_id, vocab_size = model_config.image_token_id, model_config.text.vocab_size
     parts = RunnerParts(
         model=model,
         pool=pool,
         encoder_pool=encoder_pool,
-        encoder=ImageEncoder(model, image_plans, encoder_pool, device),
+        encoder=ImageEncoder(model, image_plans, encoder_pool, device)
+        if isinstance(model, ImageModel)
+        else None,
         builder=BatchBuilder(
             max_running=config.max_running,
             max_pages=-(-sizes.max_model_len // config.page_size),
@@ -311,8 +340,8 @@ def _assemble(
         ),
         sampler=Sampler(
             config.max_running,
-            model_config.text.vocab_size,
-            [] if image_id is None else [image_id],
+            vocab_size,
+            [] if image_id is None or image_id >= vocab_size else [image_id],
             device,
         ),
         plans=plans,

@@ -99,14 +99,17 @@ def _open_gguf(path: Path) -> Checkpoint:
 
 
 def _revision(folder: Path) -> bytes:
-    """A digest of the names, sizes and times of the weights and of the small files' contents."""
+    """A digest of the names, sizes and times of the weights and of the small files' contents, in
+    the folder and in its sub-folders."""
     digest = blake3()
-    for path in sorted(folder.iterdir()):
+    inner = sorted(path for path in folder.iterdir() if path.is_dir())
+    for path in (p for place in (folder, *inner) for p in sorted(place.iterdir())):
+        name = str(path.relative_to(folder))
         if path.suffix == ".json":
-            digest.update(path.name.encode() + b"\0" + path.read_bytes())
+            digest.update(name.encode() + b"\0" + path.read_bytes())
         elif path.suffix == ".safetensors":
             stat = path.stat()
-            digest.update(f"{path.name}:{stat.st_size}:{stat.st_mtime_ns}".encode())
+            digest.update(f"{name}:{stat.st_size}:{stat.st_mtime_ns}".encode())
     return digest.digest()
 
 

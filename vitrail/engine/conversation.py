@@ -1,6 +1,7 @@
 """OpenAI-style messages as plain JSON -> `Message`s and the pictures of their image parts, in
-order. Shared by the server and the offline API; what the latter may do beyond JSON (a path, a PIL
-image) is the `local` switch. Unknown keys and types are refused by name. No torch."""
+order. A video part is as many image parts as frames are taken from it. Shared by the server and the
+offline API; what the latter may do beyond JSON (a path, a PIL image) is the `local` switch. Unknown
+keys and types are refused by name. No torch."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,8 +14,9 @@ from vitrail.config.finding import Finding, Refused
 from vitrail.tokenizer.messages import ImagePart, Message, TextPart, ToolCall
 from vitrail.vision.image import ImageLimits, parse_data_url
 from vitrail.vision.preprocess import PatchedImage
+from vitrail.vision.video import Frame
 
-ImageSource = bytes | Path | Image.Image | np.ndarray | PatchedImage
+ImageSource = bytes | Path | Image.Image | np.ndarray | PatchedImage | Frame
 _MESSAGE_KEYS = (
     "role",
     "content",
@@ -28,10 +30,12 @@ _EMPTY_KEYS = ("refusal", "annotations", "audio", "function_call")
 
 
 class Picture(NamedTuple):
-    """A picture before it is opened, and the field that brought it."""
+    """A picture before it is opened, and the field that brought it. `is_frame`: it belongs to a
+    video."""
 
     source: ImageSource
     where: str
+    is_frame: bool = False
 
 
 class Conversation(NamedTuple):
@@ -42,9 +46,10 @@ class Conversation(NamedTuple):
 
 
 def parse_conversation(
-    messages: object, limits: ImageLimits, *, local: bool = False
+    messages: object, limits: ImageLimits, *, num_frames: int = 8, local: bool = False
 ) -> Conversation:
-    """Raises `Refused` naming the part, what was seen and the rule."""
+    """`num_frames`: taken from each video. Raises `Refused` naming the part, what was seen and the
+    rule."""
     if not isinstance(messages, Sequence) or isinstance(messages, str | bytes) or not messages:
         raise _refused(
             "messages",
@@ -52,17 +57,14 @@ def parse_conversation(
             "a list of at least one message",
             "send a list of messages with role and content",
         )
-    pictures: list[Picture] = []
+    parts = _Parts(limits, num_frames, local)
     parsed = [
-        _message(m, f"messages[{i}]", pictures, limits, local)
-        for i, m in enumerate(cast(Sequence[object], messages))
+        _message(m, f"messages[{i}]", parts) for i, m in enumerate(cast(Sequence[object], messages))
     ]
-    return Conversation(parsed, pictures)
+    return Conversation(parsed, parts.pictures)
 
 
-def _message(
-    raw: object, where: str, pictures: list[Picture], limits: ImageLimits, local: bool
-) -> Message:
+def _message(raw: object, where: str, taken: "_Parts") -> Message:
     message = _object(raw, where)
     _only(message, _MESSAGE_KEYS + _EMPTY_KEYS, where)
     for key in _EMPTY_KEYS:
@@ -82,7 +84,9 @@ def _message(
     elif isinstance(content, Sequence):
         items = cast(Sequence[object], content)
         parts = tuple(
-            _part(p, f"{where}.content[{i}]", pictures, limits, local) for i, p in enumerate(items)
+            part
+            for i, item in enumerate(items)
+            for part in taken.read(item, f"{where}.content[{i}]")
         )
     else:
         raise _refused(
@@ -101,49 +105,85 @@ def _message(
     )
 
 
-def _part(
-    raw: object, where: str, pictures: list[Picture], limits: ImageLimits, local: bool
-) -> TextPart | ImagePart:
-    if isinstance(raw, str):
-        return TextPart(text=raw)
-    part = _object(raw, where)
-    kind = part.get("type")
-    if kind == "text":
-        _only(part, ("type", "text"), where)
-        return TextPart(text=_string(part, "text", where))
-    if kind == "image_url":
-        _only(part, ("type", "image_url"), where)
-        pictures.append(_from_url(part.get("image_url"), f"{where}.image_url", limits))
-        return ImagePart()
-    if kind == "image" and local:
-        _only(part, ("type", "image"), where)
-        pictures.append(Picture(local_source(part.get("image"), where), f"{where}.image"))
-        return ImagePart()
-    raise _refused(
-        f"{where}.type",
-        f"{kind!r:.60}",
-        f"text or image_url{' or image' if local else ''}",
-        "send one of these parts",
-    )
+class _Parts:
+    """Reads parts of content. Owns `pictures`, those of the parts read so far."""
+
+    def __init__(self, limits: ImageLimits, num_frames: int, local: bool):
+        self.pictures: list[Picture] = []
+        self._limits = limits
+        self._num_frames = num_frames
+        self._local = local
+
+    def read(self, content: object, where: str) -> list[TextPart | ImagePart]:
+        if isinstance(content, str):
+            return [TextPart(text=content)]
+        part = _object(content, where)
+        kinds = ("text", "image_url", "video_url", *(("image", "video") if self._local else ()))
+        kind = part.get("type")
+        if not isinstance(kind, str) or kind not in kinds:
+            saw, change = f"{kind!r:.60}", "send one of these parts"
+            raise _refused(f"{where}.type", saw, " or ".join(kinds), change)
+        _only(part, ("type", kind), where)
+        raw, at = part.get(kind), f"{where}.{kind}"
+        if kind == "text":
+            return [TextPart(text=_string(part, "text", where))]
+        if kind == "image_url":
+            return self._take([_from_url(raw, at, self._limits)])
+        if kind == "video_url":
+            return self._take(self._frames(_url_bytes(raw, at, self._limits), at))
+        if kind == "image":
+            return self._take([Picture(local_source(raw, where), at)])
+        return self._take(self._local_frames(raw, at))
+
+    def _take(self, pictures: list[Picture]) -> list[TextPart | ImagePart]:
+        self.pictures += pictures
+        return [ImagePart() for _ in pictures]
+
+    def _frames(self, video: bytes | Path, where: str) -> list[Picture]:
+        count = self._num_frames
+        return [
+            Picture(Frame(video=video, index=i, count=count), where, is_frame=True)
+            for i in range(count)
+        ]
+
+    def _local_frames(self, raw: object, where: str) -> list[Picture]:
+        """A file's path or bytes, or frames as pictures, which are taken as they are."""
+        if isinstance(raw, list | tuple):
+            frames = cast(Sequence[object], raw)
+            return [Picture(local_source(f, where), where, is_frame=True) for f in frames]
+        source = local_source(raw, where)
+        if isinstance(source, bytes | Path):
+            return self._frames(source, where)
+        raise _refused(
+            where,
+            f"a {type(raw).__name__}",
+            "a video is the bytes of a file, a path, or a list of pictures",
+            "pass one of these",
+        )
 
 
 def _from_url(raw: object, where: str, limits: ImageLimits) -> Picture:
     """`{"url": ..., "detail": ...}` or the URL itself. Detail is accepted and has no effect: a
     picture is always seen at its native resolution."""
-    if isinstance(raw, str):
-        url = raw
-    else:
-        image = _object(raw, where)
-        _only(image, ("url", "detail"), where)
-        if image.get("detail") not in (None, "auto", "low", "high"):
+    if isinstance(raw, Mapping):
+        detail = cast(Mapping[str, object], raw).get("detail")
+        if detail not in (None, "auto", "low", "high"):
             raise _refused(
                 f"{where}.detail",
-                f"{image['detail']!r:.60}",
+                f"{detail!r:.60}",
                 "auto, low or high",
                 "leave it out: pictures are seen at their native resolution",
             )
-        url = _string(image, "url", where)
-    return Picture(parse_data_url(url, limits, where), where)
+    return Picture(_url_bytes(cast(object, raw), where, limits, "detail"), where)
+
+
+def _url_bytes(raw: object, where: str, limits: ImageLimits, *more: str) -> bytes:
+    """The bytes in `{"url": ...}`, which may have the keys `more`, or in the URL itself."""
+    if isinstance(raw, str):
+        return parse_data_url(raw, limits, where)
+    holder = _object(raw, where)
+    _only(holder, ("url", *more), where)
+    return parse_data_url(_string(holder, "url", where), limits, where)
 
 
 def local_source(raw: object, where: str) -> ImageSource:

@@ -62,7 +62,7 @@ class Engine:
         planned = self.scheduler.schedule()
         if planned is not None:
             self._steps += 1
-            self._images_encoded += len(planned[0].encodes)
+            self._images_encoded += sum(job.is_last for job in planned[0].encodes)
             outputs += self._launch(*planned)
         while len(self._in_flight) > (self._depth if planned is not None else 0):
             outputs += self._absorb()

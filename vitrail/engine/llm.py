@@ -30,7 +30,7 @@ from vitrail.engine.request import (
     TokenLogprob,
 )
 from vitrail.tokenizer.chat import ChatOptions
-from vitrail.vision.preprocess import PatchedImage, from_patches
+from vitrail.vision.preprocess import from_patches
 
 AnyPrompt = str | Sequence[Mapping[str, Any]] | Mapping[str, Any]
 
@@ -92,7 +92,7 @@ class LLM:
         """Answer prompts together, in order. A prompt is text, a conversation (a list of messages),
         or `{"prompt_token_ids": [...], "images": [...]}`, where an image is bytes of a file, a
         path, a PIL image, an array [H, W, 3], a `PatchedImage`, or `{"patches": array, "grid": (h,
-        w)}`."""
+        w)}`, with `"block": (rows, columns)` where the model takes pictures in several scales."""
         listed = _listed(prompts)
         each = _one_each(params, len(listed))
         made = [
@@ -179,7 +179,9 @@ class LLM:
             return self.preparer.text(prompt)
         if isinstance(prompt, Mapping):
             return self._prepare_ids(prompt)
-        messages, pictures = parse_conversation(prompt, self.preparer.limits, local=True)
+        messages, pictures = parse_conversation(
+            prompt, self.preparer.limits, num_frames=self.preparer.video_frames, local=True
+        )
         return self.preparer.chat(messages, pictures, ChatOptions())
 
     def _prepare_ids(self, prompt: Mapping[str, Any]) -> Prompt:
@@ -204,11 +206,9 @@ class LLM:
         if not isinstance(image, Mapping):
             return local_source(image, where)
         height, width = image["grid"]
-        return self._patched(np.asarray(image["patches"]), int(height), int(width), where)
-
-    def _patched(self, patches: np.ndarray, height: int, width: int, where: str) -> PatchedImage:
-        facts = self.preparer.facts
-        if facts.patch_size is None or facts.merge is None:
+        block = image.get("block")
+        rules = self.preparer.facts.patch_rules
+        if rules is None:
             raise Refused(
                 Finding(
                     where=where,
@@ -218,7 +218,11 @@ class LLM:
                 )
             )
         return from_patches(
-            patches, height, width, patch_size=facts.patch_size, merge=facts.merge, where=where
+            np.asarray(image["patches"]),
+            (int(height), int(width)),
+            None if block is None else (int(block[0]), int(block[1])),
+            rules,
+            where,
         )
 
     def _run(self, requests: list[EngineRequest], progress: bool) -> dict[str, Answer]:

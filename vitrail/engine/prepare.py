@@ -12,6 +12,7 @@ from PIL import Image
 
 from vitrail.config.engine import EngineConfig
 from vitrail.config.finding import Finding, Refused
+from vitrail.config.model import PatchRules
 from vitrail.engine.checkpoint import Checkpoint
 from vitrail.engine.conversation import Picture
 from vitrail.engine.request import (
@@ -21,14 +22,22 @@ from vitrail.engine.request import (
     sampling_findings,
     typed,
 )
-from vitrail.models.registry import load_processor
+from vitrail.models.registry import find, load_processor
 from vitrail.tokenizer.chat import ChatOptions, ChatTemplate
 from vitrail.tokenizer.gguf import read_tokenizer
 from vitrail.tokenizer.messages import Message
 from vitrail.tokenizer.tokenizer import Tokenizer
-from vitrail.vision.image import ImageLimits, decode, from_array, from_path, from_pil
-from vitrail.vision.placeholders import ExpandedPrompt, expand, image_identity, locate
-from vitrail.vision.preprocess import ImageGrid, ImageProcessor, PatchedImage
+from vitrail.vision.image import (
+    DecodedImage,
+    ImageLimits,
+    decode,
+    from_array,
+    from_path,
+    from_pil,
+)
+from vitrail.vision.placeholders import ExpandedPrompt, expand, image_identity, locate, spread
+from vitrail.vision.preprocess import ImageGrid, ImageProcessor, PatchedImage, Separators
+from vitrail.vision.video import Frame
 
 # Specials that end a turn in published chat formats, whatever config.json calls the end of text.
 TURN_ENDS = ("<|im_end|>", "<|eot_id|>")
@@ -36,7 +45,7 @@ TURN_ENDS = ("<|im_end|>", "<|eot_id|>")
 
 class ServingFacts(msgspec.Struct, frozen=True, kw_only=True):
     """What a ready engine tells its frontends. `kv_tokens`: tokens that the KV cache
-    holds. `patch_size` pixels and `merge` patches a side: of the tower, None without one."""
+    holds. `patch_rules`: how the tower takes pictures, None without one."""
 
     vocab_size: int
     max_model_len: int
@@ -44,8 +53,7 @@ class ServingFacts(msgspec.Struct, frozen=True, kw_only=True):
     image_token_id: int | None
     encoder_patches: int
     kv_tokens: int
-    patch_size: int | None
-    merge: int | None
+    patch_rules: PatchRules | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,11 +83,13 @@ def load_assets(checkpoint: Checkpoint) -> Assets:
         return Assets(
             tokenizer=read[0] if read else None, template=read[1] if read else None, processor=None
         )
-    has_tokenizer = any((folder / n).is_file() for n in ("tiktoken.model", "tokenizer.json"))
-    has_processor = (folder / "preprocessor_config.json").is_file()
+    row = find(checkpoint.architecture)
+    text = row.tokenizer_folder(folder)
+    has_tokenizer = any((text / n).is_file() for n in ("tiktoken.model", "tokenizer.json"))
+    has_processor = row.has_processor(folder)
     return Assets(
-        tokenizer=Tokenizer.load(folder) if has_tokenizer else None,
-        template=ChatTemplate.load(folder) if has_tokenizer else None,
+        tokenizer=Tokenizer.load(text) if has_tokenizer else None,
+        template=ChatTemplate.load(text) if has_tokenizer else None,
         processor=load_processor(checkpoint.architecture, folder) if has_processor else None,
     )
 
@@ -98,6 +108,7 @@ class Preparer:
         self.limits = ImageLimits(
             max_bytes=config.max_image_bytes, max_pixels=config.max_image_pixels
         )
+        self.video_frames = config.video_frames
         stops = set(facts.eos_token_ids)
         if assets.tokenizer is not None:
             ids = assets.tokenizer.special_ids
@@ -113,15 +124,23 @@ class Preparer:
         tokenizer, template = self.tokenizer, self.assets.template
         assert template is not None, "a tokenizer comes with a template, perhaps one that refuses"
         image_id = self.facts.image_token_id
-        literal = None if image_id is None else tokenizer.specials.by_id[image_id]
+        literal = self._image_literal(tokenizer)
         self._count(pictures, "messages")
-        rendered = template.render(tokenizer, messages, image_token=literal, options=options)
+        around = self._separators(pictures)
+        rendered = template.render(
+            tokenizer,
+            messages,
+            image_token=literal,
+            options=options,
+            after_images=[each.text for each in around],
+        )
         if not pictures or image_id is None:
             return self._prompt(list(rendered.token_ids), [])
         patched = self._patch(pictures)
-        counts = [p.grid.num_tokens for p in patched]
-        expanded = expand(rendered.token_ids, rendered.image_slots, counts, image_id)
-        return self._prompt(expanded, patched)
+        ids, slots = self._spread(rendered.token_ids, rendered.image_slots, patched, around)
+        parts = [part for parts in patched for part in parts]
+        expanded = expand(ids, slots, [p.grid.num_tokens for p in parts], image_id)
+        return self._prompt(expanded, parts)
 
     def text(self, text: str) -> Prompt:
         """Plain text, special tokens in it being text too, after the begin token of a model that
@@ -129,15 +148,20 @@ class Preparer:
         return self._prompt([*self.tokenizer.prefix_ids, *self.tokenizer.encode(text)], [])
 
     def ids(self, token_ids: Sequence[int], pictures: Sequence[Picture] = ()) -> Prompt:
-        """Ids that the caller made, with one image id a picture or as many as it has tokens."""
+        """Ids that the caller made: one image id a picture, which brings its separators, or as many
+        as each of its parts has tokens, the separators being the caller's."""
         self._check_vocabulary(token_ids, "prompt_token_ids")
         self._count(pictures, "images")
         patched = self._patch(pictures)
         image_id = self.facts.image_token_id
         if image_id is None:
             return self._prompt(list(token_ids), [])
-        counts = [p.grid.num_tokens for p in patched]
-        return self._prompt(locate(token_ids, counts, image_id), patched)
+        parts = [part for parts in patched for part in parts]
+        ids, around = token_ids, self._separators(pictures)
+        slots = [i for i, token in enumerate(token_ids) if token == image_id]
+        if len(slots) == len(pictures) and any(each.end for each in around):
+            ids, _ = self._spread(token_ids, slots, patched, around, last_text=True)
+        return self._prompt(locate(ids, [p.grid.num_tokens for p in parts], image_id), parts)
 
     def requests(
         self, prompt: Prompt, params: SamplingParams, request_id: str, *, want_logits: bool = False
@@ -209,7 +233,8 @@ class Preparer:
     def _check_vocabulary(self, token_ids: Sequence[int], where: str) -> None:
         """An id without a row in the embedding would fail the whole step that holds it."""
         vocab = self.facts.vocab_size
-        bad = [i for i in token_ids if not 0 <= i < vocab]
+        image_id = self.facts.image_token_id  # its row is never read, so it need not have one
+        bad = [i for i in token_ids if not 0 <= i < vocab and i != image_id]
         if bad:
             raise _refused(
                 where,
@@ -235,14 +260,61 @@ class Preparer:
                 "send fewer, or start the engine with a larger --max-images",
             )
 
-    def _patch(self, pictures: Sequence[Picture]) -> list[PatchedImage]:
-        return [self._open(picture) for picture in pictures]
+    def _image_literal(self, tokenizer: Tokenizer) -> str | None:
+        """What a template writes for a picture."""
+        image_id = self.facts.image_token_id
+        if image_id is None:
+            return None
+        if image_id not in tokenizer.specials.by_id:
+            raise _refused(
+                "tokenizer",
+                f"no special token of id {image_id}",
+                "the model's image token is a special of its tokenizer",
+                "use the tokenizer that was published with the model",
+                "bad_tokenizer",
+            )
+        return tokenizer.specials.by_id[image_id]
 
-    def _open(self, picture: Picture) -> PatchedImage:
-        source, where = picture
+    def _separators(self, pictures: Sequence[Picture]) -> list[Separators]:
+        """The text around each picture."""
+        processor = self.assets.processor
+        if processor is None:
+            return [Separators()] * len(pictures)
+        alone = _is_alone(pictures)
+        return [processor.separators(alone and not p.is_frame) for p in pictures]
+
+    def _spread(
+        self,
+        token_ids: Sequence[int],
+        slots: Sequence[int],
+        patched: Sequence[Sequence[PatchedImage]],
+        around: Sequence[Separators],
+        last_text: bool = False,
+    ) -> tuple[list[int], list[int]]:
+        """Each picture's slot as slots of its parts, with what stands around them. `last_text`: the
+        text after the last part is not in the ids yet."""
+        counts = [len(parts) for parts in patched]
+        if not any(each.end for each in around):
+            return spread(token_ids, slots, counts, [()] * len(slots), ())
+        encode = self.tokenizer.encode
+        end = encode(around[0].end)
+        between = [[*end, *encode(each.text)] for each in around]
+        if last_text and any(each.text for each in around):
+            end = between[0]  # a picture that is alone
+        return spread(token_ids, slots, counts, between, end)
+
+    def _patch(self, pictures: Sequence[Picture]) -> list[tuple[PatchedImage, ...]]:
+        """Each picture's parts. A video is decoded once for all its frames."""
+        alone, videos = _is_alone(pictures), dict[int, list[DecodedImage]]()
+        return [self._open(p, alone and not p.is_frame, videos) for p in pictures]
+
+    def _open(
+        self, picture: Picture, alone: bool, videos: dict[int, list[DecodedImage]]
+    ) -> tuple[PatchedImage, ...]:
+        source, where = picture.source, picture.where
         if isinstance(source, PatchedImage):
             self._check_grid(source.grid, where)
-            return source
+            return (source,)
         if self.assets.processor is None:
             raise _refused(
                 where,
@@ -256,18 +328,22 @@ class Preparer:
             image = from_path(source, self.limits, where)
         elif isinstance(source, Image.Image):
             image = from_pil(source, self.limits, where)
+        elif isinstance(source, Frame):
+            image = source.decode(videos, self.limits, where)
         else:
             image = from_array(source, self.limits, where)
-        self._check_grid(self.assets.processor.grid(image.height, image.width), where)
-        return self.assets.processor.process(image)
+        grids = self.assets.processor.grids(image.height, image.width, alone)
+        if isinstance(grids, Finding):
+            raise Refused(replace(grids, where=where))
+        for grid in grids:
+            self._check_grid(grid, where)
+        return self.assets.processor.parts(image, alone)
 
-    def _check_grid(self, grid: ImageGrid | Finding, where: str) -> None:
-        if isinstance(grid, Finding):
-            raise Refused(replace(grid, where=where))
-        if grid.num_patches > self.facts.encoder_patches:
+    def _check_grid(self, grid: ImageGrid, where: str) -> None:
+        if grid.sequence_patches > self.facts.encoder_patches:
             raise _refused(
                 where,
-                f"{grid.height} x {grid.width} = {grid.num_patches} patches",
+                f"{grid.height} x {grid.width} = {grid.sequence_patches} patches",
                 f"at most {self.facts.encoder_patches}, the encoder's budget",
                 "send a smaller picture, or start with a larger --encoder-patches",
                 "image_too_large",
@@ -290,10 +366,17 @@ class Preparer:
                 height=patched[s.image_index].grid.height,
                 width=patched[s.image_index].grid.width,
                 patches=patched[s.image_index].patches,
+                sequences=patched[s.image_index].grid.sequences,
+                block=patched[s.image_index].grid.block,
             )
             for s in prompt.spans
         ]
         return Prompt(token_ids=prompt.token_ids, images=images)
+
+
+def _is_alone(pictures: Sequence[Picture]) -> bool:
+    """Whether there is exactly one picture, frames of videos not counted."""
+    return sum(not p.is_frame for p in pictures) == 1
 
 
 def _check_tokenizer(tokenizer: Tokenizer, vocab_size: int) -> None:

@@ -129,8 +129,10 @@ def sampling_findings(params: SamplingParams, vocab_size: int) -> list[Finding]:
 
 class ImageInput(msgspec.Struct, frozen=True, kw_only=True):
     """One image of a request. `identity`: 32 bytes over content, processor parameters and model
-    revision. `offset`: absolute position of its first token; it covers `num_tokens`. `height` x
-    `width` in patches; `patches` [height * width, C*P*P], uint8 or normalised float32."""
+    revision. `offset`: absolute position of its first token; it covers `num_tokens`. It is
+    `sequences` attention sequences of `height` x `width` patches each, and `patches` are theirs in
+    order, [sequences * height * width, C*P*P], uint8 or normalised float32. `block`: (rows,
+    columns) of tiles in its last scale, where it has several scales."""
 
     identity: bytes
     offset: int
@@ -138,9 +140,11 @@ class ImageInput(msgspec.Struct, frozen=True, kw_only=True):
     height: int
     width: int
     patches: np.ndarray
+    sequences: int = 1
+    block: tuple[int, int] | None = None
 
     @property
-    def num_patches(self) -> int:
+    def sequence_patches(self) -> int:
         return self.height * self.width
 
 
@@ -183,11 +187,11 @@ def request_findings(
             )
         )
     for i, image in enumerate(request.images):
-        if image.num_patches > encoder_patches:
+        if image.sequence_patches > encoder_patches:
             found.append(
                 Finding(
                     where=f"images[{i}]",
-                    saw=f"{image.height} x {image.width} = {image.num_patches} patches",
+                    saw=f"{image.height} x {image.width} = {image.sequence_patches} patches",
                     rule=f"at most {encoder_patches} patches are encoded in a step",
                     change="send a smaller image, or serve with more --encoder-patches",
                     code="image_too_large",
@@ -256,10 +260,10 @@ class Sequence:
     its place in every queue. While it runs it has an `id` of its own (a resumed request gets
     another, so that results of steps launched before its preemption are nobody's), a `slot`, and
     pages of which the first `pages_sent` were in a plan. `held`: encoder entries of
-    images[image_at:], those that the last chunk cut. From `commit_at` computed tokens on, another
-    page can be shared. `cached_tokens`: of the prompt, as told to the client. `rows_sent`: prompt
-    positions whose logits or logprobs were returned. `refused_at`: free pages when it last did not
-    fit."""
+    images[image_at:]: the one that the last chunk cut, or that is not encoded to its end. From
+    `commit_at` computed tokens on, another page can be shared. `cached_tokens`: of the prompt, as
+    told to the client. `rows_sent`: prompt positions whose logits or logprobs were returned.
+    `refused_at`: free pages when it last did not fit."""
 
     request: EngineRequest
     arrival: int
@@ -280,3 +284,12 @@ class Sequence:
     held: list[EncoderEntry] = field(default_factory=list[EncoderEntry])
     rows_sent: int = 0
     refused_at: int = -1
+
+    @property
+    def may_reuse(self) -> bool:
+        """Whether a cached prefix leaves no gap in the rows of logits or logprobs asked for."""
+        if self.rows_sent >= self.num_prompt:
+            return True
+        if self.request.params.prompt_logprobs is not None:
+            return False
+        return not self.request.want_logits or self.rows_sent == 0

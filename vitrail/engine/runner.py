@@ -35,12 +35,13 @@ PROMPT_ROWS = 256
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunnerParts:
-    """What a runner is assembled from; `engine/build.py` makes each."""
+    """What a runner is assembled from; `engine/build.py` makes each. `encoder` is None for a model
+    without a tower."""
 
     model: Model
     pool: KvPool
     encoder_pool: EncoderPool
-    encoder: ImageEncoder
+    encoder: ImageEncoder | None
     builder: BatchBuilder
     sampler: Sampler
     plans: PlanTable
@@ -66,8 +67,13 @@ class Runner:
             self._extras[s.slot] = (s.params.prompt_logprobs, s.want_logits)
         p.encoder_pool.drop(plan.drop_entries)
         self._failed_entries -= set(plan.drop_entries)
-        failed = p.encoder.run(plan.encodes, inputs.pixels)
+        failed: dict[int, str] = {}
+        if plan.encodes:
+            assert p.encoder is not None, "images for a model without a tower"
+            failed = p.encoder.run(plan.encodes, inputs.pixels, self._failed_entries)
         self._failed_entries |= set(failed)
+        if not plan.prefills and not plan.decodes:
+            return Launched(plan, None, {}, failed)
         batch = p.builder.build(plan, inputs, p.plans, p.pool)
         hidden = p.model.embed(batch.token_ids)
         hidden = self._place_images(hidden, plan.slices)
@@ -129,11 +135,12 @@ class Runner:
 
 
 def _prompt_logprobs(logits_TV: Tensor, next_ids: list[int], top: int) -> list[TokenLogprob]:
-    """For each position whose next prompt token is known, its logprob and the likeliest."""
+    """For each position whose next prompt token is known, its logprob and the likeliest. An image
+    token beyond the vocabulary, which no logit belongs to, has that of the last row."""
     known = [i for i, token in enumerate(next_ids) if token >= 0]
     if not known:
         return []
-    ids = torch.tensor(next_ids, device=logits_TV.device).clamp(min=0)
+    ids = torch.tensor(next_ids, device=logits_TV.device).clamp(0, logits_TV.shape[1] - 1)
     rows = row_logprobs(logits_TV, ids, known, [top] * len(known))
     return rows.read([next_ids[i] for i in known])
 

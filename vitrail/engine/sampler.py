@@ -246,7 +246,8 @@ class _PenaltyTable:
         row = self._free.pop()
         device = self._prompt.device
         self._prompt[row] = False
-        self._prompt[row, torch.tensor(prompt, dtype=torch.long, device=device)] = True
+        named = [token for token in prompt if token < self.vocab]  # an image token may lie beyond
+        self._prompt[row, torch.tensor(named, dtype=torch.long, device=device)] = True
         seen = torch.tensor(output, dtype=torch.long, device=device)
         self._output[row] = torch.bincount(seen, minlength=self.vocab).int()
         return row

@@ -56,8 +56,8 @@ class SchedulerLimits:
 
 @dataclass(slots=True, kw_only=True)
 class _Flight:
-    """A plan whose result is not absorbed. `encoded`: its new entries by id; `readers`: (entry id,
-    sequence) for every slice."""
+    """A plan whose result is not absorbed. `encoded`: entries with a part in it, by id; `readers`:
+    (entry id, sequence) for every slice, and for those who wait for an entry."""
 
     plan: StepPlan
     encoded: dict[int, EncoderEntry]
@@ -167,15 +167,16 @@ class Scheduler:
         while self._waiting and step.tokens and self._slots and self._admit(self._waiting[0]):
             self._prefill(step, self._waiting.pop(0))
         draft = step.draft
-        if not draft.prefills and not draft.decodes:
+        if not draft.prefills and not draft.decodes and not draft.encodes:
             # Without results to come nothing would ever change.
             assert self._flights or not self._requests, "requests are stuck"
             return None
         # Taken before the references below go: an entry dropped by those is read in this step.
         drops = self._redrop + self._encoder.take_dropped()
         self._redrop = ()
-        for entry in step.encoded.values():
-            self._encoder.mark_ready(entry)
+        for job in draft.encodes:
+            if job.is_last:
+                self._encoder.mark_ready(step.encoded[job.entry])
         for entry, seq_id in step.done:
             self._encoder.release(entry, seq_id)
         plan, inputs = draft.finish(self._plans, drops)
@@ -203,15 +204,17 @@ class Scheduler:
         return outputs
 
     def fail(self, plan: StepPlan, reason: str) -> list[Output]:
-        """A launched step raised: its requests end with `ERROR`. Those of later steps that read an
-        image it was to encode start again."""
+        """A launched step raised: its requests, and those that waited for an image in it, end with
+        `ERROR`. Those of later steps that read an image it was to encode start again."""
         flight = next(f for f in self._flights if f.plan is plan)
         self._flights.remove(flight)
         self._redrop += plan.drop_entries
+        waited = [seq for entry, seq in flight.readers if entry in flight.encoded]
+        handles = dict.fromkeys([*(r.seq for r in (*plan.prefills, *plan.decodes)), *waited])
         outputs = [
             self._end(seq, FinishReason.ERROR, reason)
-            for row in (*plan.prefills, *plan.decodes)
-            if (seq := self._live.get(row.seq)) is not None
+            for handle in handles
+            if (seq := self._live.get(handle)) is not None
         ]
         for entry in flight.encoded.values():
             self._encoder.forget(entry)
@@ -235,7 +238,7 @@ class Scheduler:
             if seq.launched >= seq.goal:
                 assert seq.launched == len(seq.tokens) + seq.in_flight - 1
                 assert not seq.held
-            assert len(seq.held) <= 1, "more than the image that the last chunk cut"
+            assert len(seq.held) <= 1, "more than the image that the last chunk cut or waits for"
             for entry in seq.held:
                 assert entry.users[seq.id] == 1
                 held[entry.id] = entry.num_tokens
@@ -302,7 +305,7 @@ class Scheduler:
         if manager.free_pages <= seq.refused_at:
             return False
         handle, num_tokens = self._handles, len(seq.tokens)
-        cached = manager.open(handle, seq.keys, num_tokens if _may_reuse(seq) else 1)
+        cached = manager.open(handle, seq.keys, num_tokens if seq.may_reuse else 1)
         if not manager.reserve(handle, num_tokens + 1):
             manager.close(handle)
             seq.refused_at = manager.free_pages
@@ -323,10 +326,10 @@ class Scheduler:
     def _prefill(self, step: _Step, seq: Sequence) -> None:
         """The next chunk of `seq`: as much as the step has tokens and images for, maybe nothing."""
         end = self._claim_images(step, seq, min(seq.goal, seq.launched + step.tokens))
+        step.readers += [(entry.id, seq.id) for entry in seq.held]
         if end == seq.launched:
             return
         step.tokens -= end - seq.launched
-        step.readers += [(entry.id, seq.id) for entry in seq.held]
         step.draft.prefill(seq, end, self._new_pages(seq))
         images = seq.request.images
         while seq.held and images[seq.image_at].offset + images[seq.image_at].num_tokens <= end:
@@ -335,32 +338,48 @@ class Scheduler:
 
     def _claim_images(self, step: _Step, seq: Sequence, end: int) -> int:
         """Hold the entries of all images before `end`; where the chunk must end if one is not to be
-        had. `seq.held` are those of images[image_at:] so far."""
-        images = seq.request.images
-        for image in images[seq.image_at + len(seq.held) :]:
+        had or not encoded to its end. `seq.held` are those of images[image_at:] so far."""
+        images, held = seq.request.images, len(seq.held)
+        for i, image in enumerate(images[seq.image_at :]):
             if image.offset >= end:
                 break
-            entry = None if step.images_wait else self._claim(step, image)
-            if entry is None:
-                step.images_wait = True
+            if i >= held:
+                entry = self._claim(step, image)
+                if entry is None:
+                    step.images_wait = True
+                    return max(image.offset, seq.launched)
+                self._encoder.acquire(entry, seq.id)
+                seq.held.append(entry)
+            if not self._encode(step, seq.held[i], image):
                 return max(image.offset, seq.launched)
-            self._encoder.acquire(entry, seq.id)
-            seq.held.append(entry)
         return end
 
     def _claim(self, step: _Step, image: ImageInput) -> EncoderEntry | None:
-        """The entry of `image`, encoded in this step if need be. None: no room, or no budget."""
+        """The entry of `image`, a new one if need be. None: no room, or no budget to begin it. One
+        that is in use anyway takes nothing from who waits."""
         entry = self._encoder.lookup(image.identity)
-        if entry is not None:
+        if entry is not None and (entry.users or not step.images_wait):
             return entry
-        if step.patches + image.num_patches > self._limits.encoder_patches:
+        full = step.patches + image.sequence_patches > self._limits.encoder_patches
+        if step.images_wait or full:
             return None
-        entry = self._encoder.admit(image.identity, image.num_tokens)
-        if entry is not None:
-            step.patches += image.num_patches
-            step.encoded[entry.id] = entry
-            step.draft.encode(entry.id, image)
-        return entry
+        return self._encoder.admit(image.identity, image.num_tokens)
+
+    def _encode(self, step: _Step, entry: EncoderEntry, image: ImageInput) -> bool:
+        """As many more sequences of `image` as the step's budget holds; whether it is encoded to
+        its end. Whoever holds an entry goes on with it, since nobody else might."""
+        left = image.sequences - entry.encoded
+        if left:
+            room = self._limits.encoder_patches - step.patches
+            count = min(left, room // image.sequence_patches)
+            if count:
+                step.patches += count * image.sequence_patches
+                step.encoded[entry.id] = entry
+                step.draft.encode(entry.id, image, entry.encoded, count)
+                entry.encoded += count
+            if count < left:  # the budget is the oldest picture's
+                step.images_wait = True
+        return entry.encoded == image.sequences
 
     # Results
 
@@ -438,9 +457,10 @@ class Scheduler:
         return outputs
 
     def _readers(self, entry_id: int, *flights: _Flight) -> list[Sequence]:
-        """Running sequences that read an entry in `flights` or in any not yet absorbed."""
+        """Running sequences that hold an entry, or read it in `flights` or any not yet absorbed."""
         readers = (r for f in (*flights, *self._flights) for r in f.readers)
-        ids = dict.fromkeys(seq for entry, seq in readers if entry == entry_id)
+        holders = ((e.id, seq.id) for seq in self._running for e in seq.held)
+        ids = dict.fromkeys(s for entry, s in (*readers, *holders) if entry == entry_id)
         return [self._live[seq] for seq in ids if seq in self._live]
 
     # Leaving
@@ -478,13 +498,3 @@ class Scheduler:
         self._slots.append(seq.slot)
         seq.id = seq.slot = seq.refused_at = -1
         seq.in_flight = seq.pages_sent = 0
-
-
-def _may_reuse(seq: Sequence) -> bool:
-    """Whether a cached prefix leaves no gap in the rows of logits or logprobs asked for."""
-    request = seq.request
-    if seq.rows_sent >= seq.num_prompt:
-        return True
-    if request.params.prompt_logprobs is not None:
-        return False
-    return not request.want_logits or seq.rows_sent == 0

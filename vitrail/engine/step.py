@@ -28,12 +28,26 @@ class SequenceStep(msgspec.Struct, frozen=True, gc=False):
 
 
 class EncodeJob(msgspec.Struct, frozen=True, gc=False):
-    """Encode one whole image into encoder entry `entry`; `height` x `width` patches."""
+    """Encode attention sequences [first, first + count) of the `sequences` of an image, each of
+    `height` x `width` patches, into encoder entry `entry`. Parts come in order, in one step or in
+    several; the image is ready with the last one. `block`: as the image's."""
 
     entry: int
     height: int
     width: int
     num_tokens: int
+    first: int = 0
+    count: int = 1
+    sequences: int = 1
+    block: tuple[int, int] | None = None
+
+    @property
+    def num_patches(self) -> int:
+        return self.count * self.height * self.width
+
+    @property
+    def is_last(self) -> bool:
+        return self.first + self.count == self.sequences
 
 
 class ImageSlice(msgspec.Struct, frozen=True, gc=False):
@@ -47,9 +61,10 @@ class ImageSlice(msgspec.Struct, frozen=True, gc=False):
 
 
 class StepPlan(msgspec.Struct, frozen=True):
-    """Order of work: drop entries, encode, then one forward pass over [prefills | decodes]. An
-    entry whose encoding failed, or whose step did, is dropped like any other: the runner may not
-    hold it. `encodes` is never without a slice of it in the same plan."""
+    """Order of work: drop entries, encode, then one forward pass over [prefills | decodes], which
+    may be empty where there is something to encode. An entry whose encoding failed, or whose step
+    did, is dropped like any other: the runner may not hold it. The last part of an entry is never
+    without a slice of it in the same plan."""
 
     index: int
     prefills: tuple[SequenceStep, ...]
@@ -194,14 +209,28 @@ class StepDraft:
     def _slice_images(self, seq: Sequence, start: int, end: int) -> None:
         shift = self.num_prefill_tokens - start
         for image, entry in zip(seq.request.images[seq.image_at :], seq.held, strict=False):
+            if image.offset >= end:  # held, but not ready
+                break
             first = max(start, image.offset)
             length = min(end, image.offset + image.num_tokens) - first
             self.slices.append(ImageSlice(entry.id, first - image.offset, first + shift, length))
 
-    def encode(self, entry: int, image: ImageInput) -> None:
-        """`image`, whole, into `entry`."""
-        self.encodes.append(EncodeJob(entry, image.height, image.width, image.num_tokens))
-        self.pixels.append(image.patches)
+    def encode(self, entry: int, image: ImageInput, first: int, count: int) -> None:
+        """Sequences [first, first + count) of `image` into `entry`."""
+        size = image.sequence_patches
+        self.encodes.append(
+            EncodeJob(
+                entry=entry,
+                height=image.height,
+                width=image.width,
+                num_tokens=image.num_tokens,
+                first=first,
+                count=count,
+                sequences=image.sequences,
+                block=image.block,
+            )
+        )
+        self.pixels.append(image.patches[first * size : (first + count) * size])
 
     def finish(self, index: int, drop_entries: tuple[int, ...]) -> tuple[StepPlan, StepInputs]:
         """The plan numbered `index` and its inputs."""

@@ -5,10 +5,9 @@ Legend: T packed tokens, M hidden channels, V vocabulary, N patches, F patch fea
 
 from collections.abc import Sequence
 
-from jaxtyping import Float, Int, UInt8
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from vitrail.attention.plan import PlanTable
 from vitrail.attention.shape import AttentionSite, Phase
 from vitrail.cache.spec import LayerSpec
 from vitrail.config.model import DType, TextConfig
@@ -67,9 +66,6 @@ class DenseForCausalLM(nn.Module):
     def text_sites(self) -> Sequence[tuple[AttentionSite, Phase]]:
         return gqa_sites(self.text)
 
-    def image_sites(self) -> Sequence[tuple[AttentionSite, Phase]]:
-        return ()
-
     def embed(self, token_ids: Int[Tensor, "T"]) -> Float[Tensor, "T M"]:
         return self.embed_tokens(token_ids)
 
@@ -82,11 +78,3 @@ class DenseForCausalLM(nn.Module):
 
     def logits(self, hidden: Float[Tensor, "T M"]) -> Float[Tensor, "T V"]:
         return self.lm_head(hidden)
-
-    def encode_images(
-        self,
-        patches: Float[Tensor, "N F"] | UInt8[Tensor, "N F"],
-        grids: Sequence[tuple[int, int]],
-        plans: PlanTable,
-    ) -> Float[Tensor, "tokens M"]:
-        raise AssertionError(f"{len(grids)} images for a model without a tower")

@@ -6,10 +6,9 @@ Legend: T packed tokens, M hidden channels, V vocabulary, N patches, F patch fea
 
 from collections.abc import Mapping, Sequence
 
-from jaxtyping import Float, Int, UInt8
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from vitrail.attention.plan import PlanTable
 from vitrail.attention.shape import AttentionSite, Phase
 from vitrail.cache.spec import LayerSpec
 from vitrail.config.finding import Finding
@@ -322,9 +321,6 @@ class DeepseekV3ForCausalLM(nn.Module):
     def text_sites(self) -> Sequence[tuple[AttentionSite, Phase]]:
         return mla_sites(self.text, self.forms)
 
-    def image_sites(self) -> Sequence[tuple[AttentionSite, Phase]]:
-        return ()
-
     def embed(self, token_ids: Int[Tensor, "T"]) -> Float[Tensor, "T M"]:
         return self.embed_tokens(token_ids)
 
@@ -338,11 +334,3 @@ class DeepseekV3ForCausalLM(nn.Module):
 
     def logits(self, hidden: Float[Tensor, "T M"]) -> Float[Tensor, "T V"]:
         return self.lm_head(hidden)
-
-    def encode_images(
-        self,
-        patches: Float[Tensor, "N F"] | UInt8[Tensor, "N F"],
-        grids: Sequence[tuple[int, int]],
-        plans: PlanTable,
-    ) -> Float[Tensor, "tokens M"]:
-        raise AssertionError(f"{len(grids)} images for a model without a tower")

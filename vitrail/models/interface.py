@@ -1,9 +1,10 @@
 """What the engine asks of a model.
 
-Legend: T packed tokens, V vocabulary, M hidden size, N patches, F patch features."""
+Legend: T packed tokens, V vocabulary, M hidden size, N patches, F patch features, C channels of the
+tower."""
 
 from collections.abc import Mapping, Sequence
-from typing import Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from jaxtyping import Float, Int, UInt8
 from torch import Tensor
@@ -15,6 +16,15 @@ from vitrail.config.finding import Finding
 from vitrail.config.model import DType, ModelConfig
 from vitrail.layers.context import ForwardContext
 from vitrail.weights.mapping import WeightMap
+
+
+class ImageShape(NamedTuple):
+    """A picture as the tower saw it: sequences of `height` x `width` patches; `block`: (rows,
+    columns) of tiles in its last scale, None for a picture of one sequence."""
+
+    height: int
+    width: int
+    block: tuple[int, int] | None = None
 
 
 @runtime_checkable
@@ -30,10 +40,6 @@ class Model(Protocol):
         """Every (site, phase) that `forward` can call."""
         ...
 
-    def image_sites(self) -> Sequence[tuple[AttentionSite, Phase]]:
-        """Every (site, phase) that `encode_images` can call; empty without a tower."""
-        ...
-
     def embed(self, token_ids: Int[Tensor, "T"]) -> Float[Tensor, "T M"]:
         """Token embeddings; ids at image positions may be any id below the vocabulary's size."""
         ...
@@ -46,15 +52,32 @@ class Model(Protocol):
         """fp32 logits of the given rows."""
         ...
 
-    def encode_images(
+
+@runtime_checkable
+class ImageModel(Model, Protocol):
+    """A `Model` with an image tower. Its work is in two halves, so that the sequences of one
+    picture may be encoded in several steps."""
+
+    def image_sites(self) -> Sequence[tuple[AttentionSite, Phase]]:
+        """Every (site, phase) that `encode_patches` can call."""
+        ...
+
+    def encode_patches(
         self,
         patches: Float[Tensor, "N F"] | UInt8[Tensor, "N F"],
         grids: Sequence[tuple[int, int]],
         plans: PlanTable,
+    ) -> Float[Tensor, "N C"]:
+        """Features of packed attention sequences, one row a patch. `patches` are raw (uint8) or
+        normalised (float) pixels [3, P, P] flattened; `grids` (height, width) in patches, one a
+        sequence."""
+        ...
+
+    def project_images(
+        self, features: Float[Tensor, "N C"], images: Sequence[ImageShape]
     ) -> Float[Tensor, "tokens M"]:
-        """Embeddings of packed images, concatenated in order. `patches` are raw (uint8) or
-        normalised (float) pixels [C, P, P] flattened; `grids` (height, width) in patches, one an
-        image."""
+        """Embeddings of whole pictures, concatenated in order, from the features of all their
+        sequences. Raises `ValueError`, with both counts, for features of other pictures."""
         ...
 
 

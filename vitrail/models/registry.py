@@ -22,11 +22,29 @@ else:  # both would import what a frontend does without
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Registered:
     """`model`: a module that is a `ModelEntry`; `processor`: module and class of its image
-    processor, None for a text model."""
+    processor, None for a text model. `folders`: where a checkpoint lies in sub-folders, those of
+    the decoder with its tokenizer, of the tower with its image rule, and any others."""
 
     model: str
     processor: tuple[str, str] | None = None
+    folders: tuple[str, ...] = ()
 
+    def tokenizer_folder(self, folder: Path) -> Path:
+        """Where the tokenizer's files of the checkpoint in `folder` are."""
+        return folder / self.folders[0] if self.folders else folder
+
+    def processor_folder(self, folder: Path) -> Path:
+        """Where its preprocessor_config.json is."""
+        return folder / self.folders[1] if self.folders else folder
+
+    def has_processor(self, folder: Path) -> bool:
+        """Whether the checkpoint in `folder` has its image rule."""
+        return (self.processor_folder(folder) / "preprocessor_config.json").is_file()
+
+
+_NVILA = "vitrail.models.nvila.model"
+_NVILA_PROCESSOR = ("vitrail.models.nvila.processor", "NvilaProcessor")
+_NVILA_FOLDERS = ("llm", "vision_tower", "mm_projector")
 
 ARCHITECTURES = {
     "DeepseekV3ForCausalLM": Registered(model="vitrail.models.deepseek_v3"),
@@ -34,6 +52,10 @@ ARCHITECTURES = {
         model="vitrail.models.kimi_vl.model",
         processor=("vitrail.models.kimi_vl.processor", "KimiVLProcessor"),
     ),
+    "LlavaLlamaModel": Registered(model=_NVILA, processor=_NVILA_PROCESSOR, folders=_NVILA_FOLDERS),
+    "NVILAForConditionalGeneration": Registered(model=_NVILA, processor=_NVILA_PROCESSOR),
+    "NVILALiteForConditionalGeneration": Registered(model=_NVILA, processor=_NVILA_PROCESSOR),
+    "VILAForCasualLM": Registered(model=_NVILA, processor=_NVILA_PROCESSOR, folders=_NVILA_FOLDERS),
     "LlamaForCausalLM": Registered(model="vitrail.models.llama"),
     "Qwen2ForCausalLM": Registered(model="vitrail.models.qwen2"),
 }

@@ -48,8 +48,11 @@ class JobMaker:
         request = openai.parse(body, openai.ChatRequest)
         self._check(request)
         params = openai.chat_params(request)
-        messages, pictures = parse_conversation(request.messages, self._preparer.limits)
-        prompt = self._preparer.chat(messages, pictures, openai.chat_options(request))
+        make = self._preparer
+        messages, pictures = parse_conversation(
+            request.messages, make.limits, num_frames=make.video_frames
+        )
+        prompt = make.chat(messages, pictures, openai.chat_options(request))
         return self._job(request, [prompt], params, [])
 
     def completion(self, body: bytes | bytearray) -> Job:

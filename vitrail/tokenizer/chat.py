@@ -125,10 +125,12 @@ class ChatTemplate:
         *,
         image_token: str | None,
         options: ChatOptions,
+        after_images: Sequence[str] = (),
     ) -> Rendered:
         """The prompt of `messages`. `image_token` is the literal that the template writes for an
-        image; None for a model without vision. Raises `Refused` for what is wrong with the request,
-        and where template and messages disagree."""
+        image; None for a model without vision. `after_images`: text that is put after each image's
+        literal, in order, before what follows is tokenised. Raises `Refused` for what is wrong with
+        the request, and where template and messages disagree."""
         _check(messages, options, image_token)
         name = "tool_use" if options.tools and "tool_use" in self._templates else "default"
         if name not in self._templates:
@@ -145,7 +147,8 @@ class ChatTemplate:
         marked = self._write(name, self._payload(messages, options, name, clean, end))
         if options.continue_final_message:
             marked = _cut_at_end(marked, end_mark)
-        rendered = _encode(tokenizer, marked, {mark: "", end_mark: ""}, image_id)
+        marks = {mark: "", end_mark: ""}
+        rendered = _encode(tokenizer, marked, marks, image_id, after_images)
         num_images = count_images(messages)
         if len(rendered.image_slots) != num_images:
             raise _bad_template(
@@ -233,18 +236,25 @@ class ChatTemplate:
 
 
 def _encode(
-    tokenizer: Tokenizer, marked: str, marks: Mapping[str, str], image_id: int | None
+    tokenizer: Tokenizer,
+    marked: str,
+    marks: Mapping[str, str],
+    image_id: int | None,
+    after_images: Sequence[str],
 ) -> Rendered:
     """Cut at special literals, which are the template's; the rest is ordinary text."""
     unmark = str.maketrans(dict(marks))
     ids: list[int] = []
     slots: list[int] = []
+    added = ""
     for i, piece in enumerate(tokenizer.specials.split(marked)):
         if i % 2 == 0:
-            ids += tokenizer.encode(piece.translate(unmark))
+            ids += tokenizer.encode(added + piece.translate(unmark))
+            added = ""
             continue
         token_id = tokenizer.specials.ids[piece]
         if token_id == image_id:
+            added = after_images[len(slots)] if len(slots) < len(after_images) else ""
             slots.append(len(ids))
         ids.append(token_id)
     return Rendered(token_ids=tuple(ids), image_slots=tuple(slots), text=marked.translate(unmark))

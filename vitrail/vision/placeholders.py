@@ -56,6 +56,28 @@ def expand(
     return _fill(token_ids, [(slot, slot + 1) for slot in slots], num_tokens)
 
 
+def spread(
+    token_ids: Sequence[int],
+    slots: Sequence[int],
+    parts: Sequence[int],
+    between: Sequence[Sequence[int]],
+    end: Sequence[int],
+) -> tuple[list[int], list[int]]:
+    """The ids with a slot for each part of each picture, and these slots. Slot i becomes `parts[i]`
+    slots, `between[i]` after each but the last, `end` after that."""
+    made: list[int] = []
+    found: list[int] = []
+    copied = 0
+    for slot, count, ids in zip(slots, parts, between, strict=True):
+        made += token_ids[copied:slot]
+        for part in range(count):
+            found.append(len(made))
+            made.append(token_ids[slot])
+            made += ids if part < count - 1 else end
+        copied = slot + 1
+    return [*made, *token_ids[copied:]], found
+
+
 def locate(
     token_ids: Sequence[int],
     num_tokens: Sequence[int],

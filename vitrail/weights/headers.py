@@ -14,8 +14,8 @@ safetensors, an error instead of them.
 import json
 import struct
 from collections import Counter
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import cast
 
@@ -61,7 +61,8 @@ _REPAIR = "download the file again"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorHeader:
-    """One tensor: its bytes are [start, stop) of `file`, a name inside the folder."""
+    """One tensor: its bytes are [start, stop) of `file`, a path inside the folder, which knows it
+    as `name`."""
 
     name: str
     file: str
@@ -73,14 +74,38 @@ class TensorHeader:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Headers:
-    """Every tensor of a checkpoint by name; `warnings` are what was seen and passed over."""
+    """Every tensor of a checkpoint by the name that rows know it by; `warnings` are what was seen
+    and passed over."""
 
     tensors: Mapping[str, TensorHeader]
     warnings: tuple[Finding, ...] = ()
 
 
-def read(folder: Path) -> Headers | list[Finding]:
-    """The headers of a checkpoint folder, or everything that is wrong with it."""
+def read(folder: Path, parts: Sequence[str] = ()) -> Headers | list[Finding]:
+    """The headers of a checkpoint folder, or everything that is wrong with it. `parts`: its
+    sub-folders that are checkpoints of their own; their tensors are found as `part.name`."""
+    if not parts:
+        return _read_one(folder)
+    read_parts = {part: _read_one(folder / part) for part in parts}
+    findings = [
+        replace(finding, where=f"{part}/{finding.where}")
+        for part, found in read_parts.items()
+        if isinstance(found, list)
+        for finding in found
+    ]
+    if findings:
+        return findings
+    tensors: dict[str, TensorHeader] = {}
+    warnings: list[Finding] = []
+    for part, found in read_parts.items():
+        assert isinstance(found, Headers)
+        warnings += [replace(w, where=f"{part}/{w.where}") for w in found.warnings]
+        for name, tensor in found.tensors.items():
+            tensors[f"{part}.{name}"] = replace(tensor, file=f"{part}/{tensor.file}")
+    return Headers(tensors=tensors, warnings=tuple(warnings))
+
+
+def _read_one(folder: Path) -> Headers | list[Finding]:
     if not folder.is_dir():
         rule = "a checkpoint is a folder with safetensors files"
         return [_bad(folder.name, "no such folder", rule, "give the path of a model folder")]

@@ -126,10 +126,10 @@ class _Resolution:
 
     def _renamed(self, headers: Headers) -> dict[str, TensorHeader]:
         tensors: dict[str, TensorHeader] = {}
-        for tensor in headers.tensors.values():
-            name = self.names.canonical(tensor.name)
+        for stored, tensor in headers.tensors.items():
+            name = self.names.canonical(stored)
             if self.names.ignores(name):
-                self.ignored.append(tensor.name)
+                self.ignored.append(stored)
             elif name in tensors:
                 self.problems.add(
                     "duplicate_tensor",
@@ -300,16 +300,21 @@ class _Resolution:
             local[name] = ParameterSpec(cut.shape, self.specs[name].dtype)
         for parameter, to in self.ties:
             local[parameter] = local[to]
-        offset = {tensor.name: (tensor.file, tensor.start) for tensor in self.tensors.values()}
+        start = {(tensor.file, tensor.name): tensor.start for tensor in self.tensors.values()}
         return LoadPlan(
             layout=self.layout,
             parameters=local,
-            reads=tuple(sorted(self.reads, key=lambda read: (offset[read.tensor], read.source))),
+            reads=tuple(sorted(self.reads, key=lambda read: _position(read, start))),
             ties=tuple(self.ties),
             checks=tuple(self.checks),
             ignored=tuple(sorted(self.ignored)),
             warnings=tuple(self.warnings),
         )
+
+
+def _position(read: Read, start: Mapping[tuple[str, str], int]) -> tuple[str, int, Box]:
+    """Files are read one after the other, each from its begin to its end."""
+    return read.file, start[read.file, read.tensor], read.source
 
 
 def _parts(sources: tuple[Source, ...], target: int, rule: Rule) -> tuple[int, ...]:

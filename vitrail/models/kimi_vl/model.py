@@ -2,7 +2,8 @@
 decoder. Its end of turn, `<|im_end|>`, is a tokenizer's fact and stated by neither configuration
 file: who prepares requests adds it to `eos_token_ids`.
 
-Legend: T packed tokens, M hidden channels, V vocabulary, N patches, F patch features."""
+Legend: T packed tokens, M hidden channels, V vocabulary, N patches, F patch features, C channels of
+the tower."""
 
 from collections.abc import Mapping, Sequence
 
@@ -28,6 +29,7 @@ from vitrail.models.deepseek_v3 import (
     text_rows,
     text_ties,
 )
+from vitrail.models.interface import ImageShape
 from vitrail.models.reading import broken, checked_dtype, read_generation, read_token_facts
 from vitrail.vision.moonvit import CHANNELS, MoonVit
 from vitrail.vision.projector import MergeProjector
@@ -148,7 +150,7 @@ def weight_map(config: ModelConfig) -> WeightMap:
 
 def vision_of(config: ModelConfig) -> MoonVitConfig:
     """The tower's facts, which `read_config` always finds."""
-    assert config.vision is not None, f"{config.architecture} without a tower"
+    assert isinstance(config.vision, MoonVitConfig), f"{config.architecture} without its tower"
     return config.vision
 
 
@@ -228,10 +230,15 @@ class KimiVL(nn.Module):
     def logits(self, hidden: Float[Tensor, "T M"]) -> Float[Tensor, "T V"]:
         return self.decoder.logits(hidden)
 
-    def encode_images(
+    def encode_patches(
         self,
         patches: Float[Tensor, "N F"] | UInt8[Tensor, "N F"],
         grids: Sequence[tuple[int, int]],
         plans: PlanTable,
+    ) -> Float[Tensor, "N C"]:
+        return self.tower(patches, grids, plans)
+
+    def project_images(
+        self, features: Float[Tensor, "N C"], images: Sequence[ImageShape]
     ) -> Float[Tensor, "tokens M"]:
-        return self.projector(self.tower(patches, grids, plans), grids)
+        return self.projector(features, [(image.height, image.width) for image in images])

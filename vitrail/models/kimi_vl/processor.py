@@ -20,6 +20,7 @@ from vitrail.vision.preprocess import (
     ImageGrid,
     Normalisation,
     PatchedImage,
+    Separators,
     pad,
     patchify,
     resize,
@@ -139,6 +140,18 @@ class KimiVLProcessor:
         size = self.patch_size
         pixels = pad(pixels, grid.height * size, grid.width * size)
         return PatchedImage(patches=patchify(pixels, size), grid=grid, digest=image.digest)
+
+    def grids(self, height: int, width: int, alone: bool) -> tuple[ImageGrid, ...] | Finding:
+        """One part, whatever else is in the request."""
+        grid = self.grid(height, width)
+        return grid if isinstance(grid, Finding) else (grid,)
+
+    def parts(self, image: DecodedImage, alone: bool) -> tuple[PatchedImage, ...]:
+        return (self.process(image),)
+
+    def separators(self, alone: bool) -> Separators:
+        """None: the template frames each picture."""
+        return Separators()
 
     def _scaled(self, height: int, width: int) -> tuple[int, int]:
         """(height, width) in pixels after the limit; may reach 0."""

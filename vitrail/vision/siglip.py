@@ -1,0 +1,76 @@
+"""SigLIP: a vision tower over square tiles of one size, each an attention sequence of its own. Its
+features are the hidden states before the last layer, as the NVILA models read them, so that layer
+and the norm after it are neither computed nor held.
+
+Parameters (published name): `patch_embed.{weight [M, C*P*P], bias}` (embeddings.patch_embedding,
+its weight flattened), `pos_embed [n, M]` (embeddings.position_embedding), `blocks.L.*` (see
+`encoder`; the published layer_norm1, self_attn.{q,k,v}_proj, self_attn.out_proj, layer_norm2,
+mlp.fc1, mlp.fc2 of a layer are norm1, attn.qkv, attn.out, norm2, mlp.up, mlp.down).
+
+Legend: N packed patches, F = C*P*P samples of a patch, M hidden channels, n patches of a tile."""
+
+import torch
+from jaxtyping import Float, UInt8
+from torch import Tensor, nn
+
+from vitrail.attention.plan import PlanTable
+from vitrail.attention.shape import AttentionSite, Phase
+from vitrail.config.model import SiglipConfig
+from vitrail.vision.attention import prepare_vision_attention_metadata
+from vitrail.vision.encoder import EncoderBlock, EncoderShape
+from vitrail.vision.moonvit import CHANNELS, normalise_patches
+
+
+def siglip_site(config: SiglipConfig) -> AttentionSite:
+    """Full bidirectional attention within a tile."""
+    return AttentionSite(
+        num_q_heads=config.num_heads,
+        num_kv_heads=config.num_heads,
+        head_dim=config.head_dim,
+        head_dim_v=config.head_dim,
+        scale=config.head_dim**-0.5,
+        causal=False,
+    )
+
+
+class Siglip(nn.Module):
+    """Built on the current default device; weights are loaded by name."""
+
+    def __init__(self, config: SiglipConfig, dtype: torch.dtype):
+        super().__init__()
+        self.config = config
+        features = CHANNELS * config.patch_size**2
+        self.patch_embed = nn.Linear(features, config.hidden_size, dtype=dtype)
+        table = torch.zeros((config.tile**2, config.hidden_size), dtype=dtype)
+        self.pos_embed = nn.Parameter(table)
+        shape = EncoderShape(
+            site=siglip_site(config),
+            hidden_size=config.hidden_size,
+            intermediate_size=config.intermediate_size,
+            num_layers=config.num_layers - 1,
+            layer_norm_eps=config.layer_norm_eps,
+            rope_interleaved=False,
+            gelu="tanh",
+        )
+        self.blocks = nn.ModuleList(EncoderBlock(shape, dtype) for _ in range(shape.num_layers))
+        self.requires_grad_(False)
+
+    def sites(self) -> tuple[tuple[AttentionSite, Phase], ...]:
+        """Every (site, phase) that `forward` can call."""
+        return ((siglip_site(self.config), Phase.ENCODE),)
+
+    def forward(
+        self, patches_NF: Float[Tensor, "N F"] | UInt8[Tensor, "N F"], plans: PlanTable
+    ) -> Float[Tensor, "N M"]:
+        """Features of packed whole tiles, one row a patch, row-major. `patches_NF`: [C, P, P]
+        flattened; uint8 samples, or floats already normalised."""
+        length = self.config.tile**2
+        tiles, rest = divmod(patches_NF.shape[0], length)
+        assert rest == 0, f"{patches_NF.shape[0]} patches are not whole tiles of {length}"
+        device = patches_NF.device
+        meta = prepare_vision_attention_metadata([length] * tiles, None, plans, device)
+        x_NM = self.patch_embed(normalise_patches(patches_NF).to(self.patch_embed.weight.dtype))
+        x_NM = x_NM + self.pos_embed.repeat(tiles, 1)
+        for block in self.blocks:
+            x_NM = block(x_NM, meta)
+        return x_NM
