@@ -87,7 +87,7 @@ def planning() -> None:
         fresh = [replace(facts, max_kv_len=facts.max_kv_len + i) for i in range(6000)]
         made = plan(facts, H200)
         backend = made.backend if isinstance(made, AttentionPlan) else "refused"
-        tried = " > ".join(order(H200))
+        tried = " > ".join(order(facts, H200))
         show(name, "cold", best_us(lambda i, f=fresh: plan(f[i], H200)), f"{backend} of {tried}")
         show("", "cached", best_us(lambda _, f=facts: plan(f, H200)))
         for backend in ("reference", *KERNEL_BACKENDS):

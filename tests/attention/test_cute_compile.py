@@ -40,7 +40,9 @@ CASES = {
     "wide": planned(WIDE),
     "latent": planned(MLA),
     "latent, two warpgroups": planned(MLA_128),
+    "latent, two warpgroups by rows": planned(MLA_128, 1),
     "several queries": planned(EDGES, 16, 4),
+    "soft cap": planned(replace(GQA, softcap=30.0)),
 }
 
 

@@ -3,12 +3,13 @@ variants of it that the laws catch; and what the laws of copies mean, counted ro
 
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vitrail.attention.fa4 import FA4_RULES, choose_fa4, q_stage
+from vitrail.attention.fa4 import FA4_RULES, RELEASE, choose_fa4, q_stage
 from vitrail.attention.legality import LAWS, broken, finding
 from vitrail.attention.plan import (
     BACKENDS,
@@ -283,6 +284,50 @@ def test_our_hopper_decode_needs_the_compiler_that_it_was_proved_with(installed,
     made = plan(DECODE, H200, None, {"cute": CUTLASS_RELEASE})
     assert isinstance(made, AttentionPlan)
     assert made.backend == "cute"
+
+
+@pytest.mark.parametrize(
+    ("rank", "heads", "taken"), [(320, 64, False), (320, 32, True), (256, 64, True)]
+)
+def test_two_warpgroups_halve_a_latent_s_rank(rank, heads, taken):
+    """Each sums whole blocks of 64 channels: 320 has five."""
+    site = replace(
+        MIMO,
+        num_q_heads=heads,
+        num_kv_heads=1,
+        head_dim=rank + 64,
+        head_dim_v=rank,
+        latent_rank=rank,
+        window=None,
+        sink=False,
+    )
+    made = plan_on("cute", replace(DECODE, site=site), H200)
+    assert isinstance(made, AttentionPlan) == taken
+
+
+def test_batch_invariant_images_have_one_backend():
+    site = replace(MIMO, head_dim=72, head_dim_v=72, causal=False, window=None, sink=False)
+    backends = set()
+    for kv_len in (256, 512, 1024, 4096):
+        shape = replace(
+            DECODE,
+            site=site,
+            phase=Phase.ENCODE,
+            page_size=None,
+            max_q_len=kv_len,
+            max_kv_len=kv_len,
+            batch_invariant=True,
+        )
+        made = plan(shape, H200, None, {"fa4": RELEASE})
+        assert isinstance(made, AttentionPlan)
+        backends.add(made.backend)
+    assert backends == {"fa4"}
+
+
+def test_the_releases_that_plans_ask_for_are_those_that_the_extra_installs():
+    extra = (Path(__file__).parents[2] / "pyproject.toml").read_text()
+    assert f'"flash-attn-4=={RELEASE};' in extra
+    assert f'"nvidia-cutlass-dsl=={CUTLASS_RELEASE};' in extra
 
 
 def test_a_backend_passed_over_says_why():

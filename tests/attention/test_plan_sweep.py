@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import tests.attention.sweep as sw
+from vitrail.attention.backends.triton import join_launch
 from vitrail.attention.fa4 import choose_fa4
 from vitrail.attention.legality import Rule, finding
 from vitrail.attention.plan import KERNEL_BACKENDS, AttentionPlan, plan_on
@@ -252,11 +253,15 @@ def test_facts_are_those_of_the_shape():
 
 
 def test_fixed_splits_depend_on_nothing_but_the_site():
-    """Batch-invariant: the tile and the pages of an item are the same for every bucket."""
-    site = AttentionSite(
+    """Batch-invariant: the tile, the pages of an item and the order in which partial results are
+    joined are the same for every bucket."""
+    plain = AttentionSite(
         num_q_heads=32, num_kv_heads=8, head_dim=128, head_dim_v=128, scale=0.1, causal=True
     )
-    for gpu in GPUS:
+    latent = replace(
+        plain, num_q_heads=16, num_kv_heads=1, head_dim=576, head_dim_v=512, latent_rank=512
+    )
+    for gpu, site in ((gpu, site) for gpu in GPUS for site in (plain, latent)):
         kept: set[tuple[int, ...]] = set()
         for batch in (1, 2, 32, 200):
             for kv_len in (256, 4096, 65536):
@@ -272,5 +277,6 @@ def test_fixed_splits_depend_on_nothing_but_the_site():
                 )
                 made = plan_on("triton", shape, gpu)
                 assert isinstance(made, AttentionPlan)
-                kept.add((made.tile_m, made.tile_n, made.num_warps, made.item_pages))
+                join = tuple(join_launch(made).constants.values())
+                kept.add((made.tile_m, made.tile_n, made.num_warps, made.item_pages, *join))
         assert len(kept) == 1

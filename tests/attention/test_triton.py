@@ -350,3 +350,14 @@ def test_d32_many_heads_softcap_and_window(q_len, kv_len, softcap):
     plan = tiny(where, Phase.EXTEND, 32, tile_m=64)
     got = BACKEND.paged(plan, q, pages.k, pages.v, pages.meta)
     close(got, dense(q, k, v, where, kv_len - q_len), 5e-5)
+
+
+def test_a_soft_cap_keeps_a_nan():
+    """A key that is NaN makes its readers NaN, as it does without a cap."""
+    where = site(4, 2, 16, 16, softcap=2.0)
+    q, k, v = (torch.randn(20, h, 16) for h in (4, 2, 2))
+    k[3] = torch.nan
+    meta = varlen_metadata([20], CPU_DEVICE)
+    out = BACKEND.varlen(tiny(where, Phase.PREFILL), q, k, v, meta).out
+    assert out[:3].isfinite().all()
+    assert out[3:].isnan().all()

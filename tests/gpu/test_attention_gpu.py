@@ -318,6 +318,25 @@ def test_varlen(where, dtype, name):
     held(got, q, k, v, where, lens, lens, sink)
 
 
+@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize("where", [site(4, 4, 72, 72, causal=False), site(4, 4, 192, 128)])
+def test_a_sequence_of_nan_leaves_its_neighbours_alone(where, name):
+    """Whichever comes first, and wherever tiles end."""
+    lens = [150, 70, 300, 129]
+    phase = Phase.PREFILL if where.causal else Phase.ENCODE
+    made = planned(where, phase, lens, lens, name=name)
+    q, k, v = (t.to(CUDA) for t in inputs(where, lens, lens, torch.bfloat16))
+    meta = varlen_metadata(lens, CUDA)
+    clean = backend(made).varlen(made, q, k.clone(), v.clone(), meta).out.split(lens)
+    for faulty in range(4):
+        bad_k, bad_v = k.clone(), v.clone()
+        for t in (bad_k, bad_v):
+            t.split(lens)[faulty].fill_(torch.nan)
+        got = backend(made).varlen(made, q, bad_k, bad_v, varlen_metadata(lens, CUDA)).out
+        for i, (one, want) in enumerate(zip(got.split(lens), clean, strict=True)):
+            assert one.isnan().all() if i == faulty else torch.equal(one, want), (faulty, i)
+
+
 @pytest.mark.parametrize("kernels", ["triton", "cute"])
 @pytest.mark.parametrize("page", [16, 4])
 def test_d10_a_pool_past_2_to_the_31_elements(page, kernels):
@@ -380,7 +399,8 @@ def test_a_graph_serves_other_lengths_by_its_records(kernels):
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         got = backend(made).paged(made, q, pool_k, pool_v, meta)
-    for lens in ([longest] * batch, [1, 2559, 16, 17], [700, 1, 1, 1], [2000, 1000, 500, 250]):
+    batches = [[longest] * batch, [1, 2559, 16, 17], [700, 1, 1, 1], [2000, 1000, 500, 250]]
+    for lens in (*batches, [16] * batch, [1] * batch):
         other, new = records(lens)
         work.items.copy_(new.items)
         work.combines.copy_(new.combines)

@@ -12,9 +12,11 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompiledKernel
 
 from vitrail.attention import compile_cute, compile_fa4
+from vitrail.attention.backends.fa4 import mend_launch
 from vitrail.attention.backends.triton import Launch, join_launch, launches
 from vitrail.attention.cubin import Taken, hold, read_cubin
 from vitrail.attention.plan import AttentionPlan
+from vitrail.attention.shape import PAGED
 from vitrail.config.finding import Finding
 from vitrail.config.hardware import Hardware
 
@@ -39,9 +41,12 @@ def prove(plans: Iterable[AttentionPlan], gpu: Hardware) -> list[Finding]:
 
 
 def triton_launches(plan: AttentionPlan) -> tuple[Launch, ...]:
-    """A plan's kernels that are Triton's: also what joins our CuTe kernel's results."""
+    """A plan's kernels that are Triton's: also what joins our CuTe kernel's results, and what makes
+    FlashAttention-4's inputs safe."""
     if plan.backend == "triton":
         return launches(plan)
+    if plan.backend == "fa4":
+        return (mend_launch(plan),) if plan.shape.phase not in PAGED else ()
     return (join_launch(plan),) if plan.backend == "cute" and plan.max_splits > 1 else ()
 
 

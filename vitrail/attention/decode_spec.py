@@ -2,6 +2,7 @@
 `compile_cute` proves. Imports neither torch nor the compiler."""
 
 from dataclasses import dataclass
+from functools import cache
 
 from vitrail.attention.plan import AttentionPlan, Loader
 
@@ -51,6 +52,7 @@ class Spec:
         return 32 if self.bulk and self.groups == 1 else WARPGROUP
 
 
+@cache
 def spec(plan: AttentionPlan) -> Spec:
     """What the kernel of a plan is specialised for."""
     shape, site = plan.shape, plan.shape.site

@@ -261,9 +261,11 @@ CUTE_RULES: tuple[Rule, ...] = (
             & (f.dim_v % 64 == 0)
             & (f.dim <= 576)
             & ((f.latent == 0) | (f.dim - f.latent >= 64))
+            & ((f.latent == 0) | (c.tile_m < 64) | (f.dim_v % 128 == 0))
         ),
-        "head_dim {f.dim} and {f.dim_v}, latent rank {f.latent}",
-        "multiples of 64 up to 576, a latent with 64 rotary channels or more",
+        "head_dim {f.dim} and {f.dim_v}, latent rank {f.latent}, tiles of {c.tile_m} rows",
+        "multiples of 64 up to 576; a latent has 64 rotary channels or more, and a rank that two "
+        "warpgroups halve where a tile has 64 rows",
         "use another backend",
     ),
     Rule(

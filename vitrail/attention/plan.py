@@ -6,10 +6,11 @@ What a kernel needs of its plan is in `AttentionPlan`; the numbers are chosen in
 and held against the rules of `legality`."""
 
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import lru_cache
+from itertools import chain
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -263,7 +264,8 @@ def order(shape: AttentionShape, gpu: Hardware) -> tuple[str, ...]:
     """Backends for a shape on `gpu`, best first."""
     if not gpu.cc:
         return ("reference",)
-    if shape.phase is Phase.ENCODE and shape.max_kv_len <= SMALL_IMAGE:
+    small = shape.max_kv_len <= SMALL_IMAGE and not shape.batch_invariant
+    if shape.phase is Phase.ENCODE and small:
         return CUDA_ORDER
     return MEASURED_ORDER.get((shape.phase, gpu.cc), CUDA_ORDER)
 
@@ -407,6 +409,9 @@ class PlanTable:
 
     def __len__(self) -> int:
         return sum(len(p) for p in self._plans.values())
+
+    def __iter__(self) -> Iterator[AttentionPlan]:
+        return chain.from_iterable(self._plans.values())
 
 
 def make_table(

@@ -57,7 +57,9 @@ class EngineConfig:
     prefix_cache: bool = _opt(True, "reuse the KV of shared prompt prefixes")
     step_ahead: bool = _opt(True, "launch a step before the previous one's tokens are read")
     attention: str | None = _opt(
-        None, "attention backend of every phase, or refused; default the quickest of each"
+        None,
+        "attention backend of every phase, or refused (cute, fa4 have some alone); default the "
+        "quickest of each",
     )
     max_images: int = _opt(64, "images in one request")
     max_image_pixels: int = _opt(64_000_000, "pixels of one image, from its header")

@@ -18,6 +18,7 @@ from torch import nn
 from vitrail.attention.installed import releases
 from vitrail.attention.plan import PlanLimits, PlanTable, make_table
 from vitrail.attention.shape import Phase
+from vitrail.attention.warm import warm
 from vitrail.cache.budget import CacheBudget, plan_cache
 from vitrail.cache.encoder import EncoderCache
 from vitrail.cache.encoder_pool import EncoderPool
@@ -188,12 +189,15 @@ def _image_plans(
         max_kv_len=max(1, longest),
     )
     sites = model.image_sites() if isinstance(model, ImageModel) else ()
-    return _tell(make_table(sites, limits, hardware, config.attention, releases()))
+    return _ready(make_table(sites, limits, hardware, config.attention, releases()), hardware)
 
 
-def _tell(plans: PlanTable) -> PlanTable:
+def _ready(plans: PlanTable, hardware: Hardware) -> PlanTable:
+    """Say why plans are not the best ones, and compile what they name. Raises `Refused`."""
     for warning in plans.warnings:
         log.warning("%s", warning)
+    if found := warm(plans, hardware):
+        raise Refused(found)
     return plans
 
 
@@ -320,7 +324,7 @@ def _assemble(
         kv_dtype=_kv_dtype(config),
     )
     hardware, sites = _hardware(device), model.text_sites()
-    plans = _tell(make_table(sites, limits, hardware, config.attention, releases()))
+    plans = _ready(make_table(sites, limits, hardware, config.attention, releases()), hardware)
     assert all(phase is not Phase.ENCODE for _, phase in model.text_sites())
     row_bytes = model_config.text.hidden_size * ITEM_BYTES[dtype]
     encoder_pool = EncoderPool()

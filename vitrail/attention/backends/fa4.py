@@ -26,12 +26,15 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from vitrail.attention.backend import UNSCALED, Attended, AttentionBackend
+from vitrail.attention.backends import triton
 from vitrail.attention.fa4 import weights_in_registers
+from vitrail.attention.kernels.mend import mend
 from vitrail.attention.metadata import PagedMetadata, VarlenMetadata, prefix_sums
 from vitrail.attention.plan import AttentionPlan
 from vitrail.attention.shape import Phase
 from vitrail.config.model import KvScales
 
+MENDED_ROWS = 32  # of a program that looks for rows that are not finite
 WIDE_BYTES = 16  # every row starts at such a border: its host would copy a whole pool otherwise
 Kernel = Callable[..., None]
 
@@ -280,7 +283,8 @@ class Fa4:
         meta: VarlenMetadata,
         sink_H: Float[Tensor, "H"] | None = None,
     ) -> Attended:
-        """One call where queries end with their keys, or see all of them."""
+        """One call where queries end with their keys, or see all of them. Of several sequences,
+        rows of keys and values that are not finite are changed in place (`kernels/mend.py`)."""
         return _attend(plan, q_THD, k_SKD, v_SKE, meta, sink_H)
 
     def paged(
@@ -374,6 +378,8 @@ def _attend(
         assert k.shape[0] == v.shape[0] == work.num_keys, f"{len(k)} keys of {work.num_keys}"
     out_THE = q_THD.new_empty((num_tokens, site.num_q_heads, site.head_dim_v))
     lse_HT = q_THD.new_empty((site.num_q_heads, num_tokens), dtype=torch.float32)
+    if not isinstance(meta, PagedMetadata) and meta.batch > 1:
+        _mend(plan, k, v)
     sink_H = None if sink_H is None else sink_H.float()
     for rows in work.blank:
         out_THE[rows] = 0
@@ -382,6 +388,34 @@ def _attend(
         rows, keys = call.rows, call.keys
         _run(plan, call, (q_THD[rows], k[keys], v[keys], out_THE[rows], lse_HT[:, rows]), sink_H)
     return Attended(out_THE, lse_HT.t())
+
+
+@cache
+def mend_launch(plan: AttentionPlan) -> triton.Launch:
+    site, half = plan.shape.site, f"*{triton.TYPES[plan.shape.dtype]}"
+    return triton.Launch(
+        kernel=mend,
+        types={"k": half, "v": half}
+        | dict.fromkeys(("num_rows", "k_row", "k_head", "v_row", "v_head"), "i32"),
+        aligned=("k", "v"),
+        constants={
+            "D": site.head_dim,
+            "D_BLOCK": 1 << (site.head_dim - 1).bit_length(),
+            "E": site.head_dim_v,
+            "E_BLOCK": 1 << (site.head_dim_v - 1).bit_length(),
+            "ROWS": MENDED_ROWS,
+        },
+        num_warps=4,
+        num_stages=1,
+    )
+
+
+def _mend(plan: AttentionPlan, k_SKD: Tensor, v_SKE: Tensor) -> None:
+    """In place. The last tile of a sequence holds the first rows of the next one as well."""
+    launch, strides = mend_launch(plan), (*k_SKD.stride()[:2], *v_SKE.stride()[:2])
+    launch.kernel[(-(-len(k_SKD) // MENDED_ROWS), k_SKD.shape[1])](
+        k_SKD, v_SKE, len(k_SKD), *strides, **launch.constants, **launch.options
+    )
 
 
 def _run(

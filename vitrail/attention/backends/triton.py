@@ -44,7 +44,7 @@ STRIDES = (
     "table_row",
 )
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
-_TYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float8_e4m3fn": "fp8e4nv"}
+TYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float8_e4m3fn": "fp8e4nv"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,9 +81,9 @@ def launches(plan: AttentionPlan, wide: bool = True) -> tuple[Launch, ...]:
     single = site.causal and shape.max_q_len == 1  # then an item's bounds are its row's
     shared = bool(site.latent_rank) and (e1, e2) == (d1, 0) and site.head_dim_v == d1
     stored = shape.kv_dtype or shape.dtype
-    results = {"out": f"*{_TYPES[shape.dtype]}"}
+    results = {"out": f"*{TYPES[shape.dtype]}"}
     results |= dict.fromkeys(("lse", "part", "part_lse"), "*fp32")
-    types = {"q": results["out"], "k": f"*{_TYPES[stored]}", "v": f"*{_TYPES[stored]}"}
+    types = {"q": results["out"], "k": f"*{TYPES[stored]}", "v": f"*{TYPES[stored]}"}
     types |= {**results, "sink": "*fp32", "table": "*i32", "items": "*i32"}
     types |= dict.fromkeys((*STRIDES, "window"), "i32")
     types |= dict.fromkeys(("qk_scale", "exp_scale", "v_scale"), "fp32")
@@ -123,12 +123,16 @@ def launches(plan: AttentionPlan, wide: bool = True) -> tuple[Launch, ...]:
 def join_launch(plan: AttentionPlan) -> Launch:
     """`combine` for the partial results of a plan, whichever backend makes them."""
     site = plan.shape.site
-    # All channels of a row where there are many rows, else as many programs as they give.
+    # All channels of a row where there are many rows, else as many programs as they give. The
+    # order of a sum follows from it, so batch-invariant ones are all alike.
+    shape, fixed = plan.shape, plan.shape.batch_invariant
     channels = 1 << (site.head_dim_v - 1).bit_length()
-    if plan.shape.batch * plan.shape.max_q_len * site.num_q_heads < COMBINE_MANY_ROWS:
+    if fixed or shape.batch * shape.max_q_len * site.num_q_heads < COMBINE_MANY_ROWS:
         channels = min(channels, COMBINE_VALUES // COMBINE_SPLITS)
-    splits = min(1 << (plan.max_splits - 1).bit_length(), COMBINE_VALUES // channels)
-    types = {"out": f"*{_TYPES[plan.shape.dtype]}", "records": "*i32", "live_rows": "i32"}
+    splits = COMBINE_VALUES // channels
+    if not fixed:
+        splits = min(1 << (plan.max_splits - 1).bit_length(), splits)
+    types = {"out": f"*{TYPES[plan.shape.dtype]}", "records": "*i32", "live_rows": "i32"}
     types |= dict.fromkeys(("lse", "part", "part_lse"), "*fp32")
     return Launch(
         kernel=combine,

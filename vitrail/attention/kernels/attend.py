@@ -146,8 +146,9 @@ def _step(
         rows = _row_offsets(table, kv_base, n0, live, v_page, v_key, TILE_N, PAGE, UNIT, MASKED)
         v1 = _load_rows(v, rows, live, 0, E1, E, MASKED).to(q1.dtype)
     if SOFTCAP:
-        # tanh x = 2 / (1 + e^(-2 x)) - 1; far below, e^60 is as good as infinity
-        s = 2.0 / (1.0 + tl.exp2(tl.maximum(s * qk_scale, -30.0) * -2.8853900817779268)) - 1.0
+        # tanh x = 2 / (1 + e^(-2 x)) - 1; far below, e^60 is as good as infinity. A NaN stays one.
+        s *= qk_scale
+        s = 2.0 / (1.0 + tl.exp2(tl.where(s < -30.0, -30.0, s) * -2.8853900817779268)) - 1.0
     if MASKED:
         seen = live[None, :]
         if CAUSAL:

@@ -32,6 +32,8 @@ def combine(
     which only live_rows are ever used; channels from j * E_BLOCK on. SPLITS: read at once.
     EARLY: launched while the partial results are still being made."""
     group: tl.constexpr = HEADS // KV_HEADS
+    if EARLY:
+        gdc_wait()  # also where there is nothing to do: what comes next waits for this launch alone
     program = tl.program_id(0)
     tile_row = program % live_rows
     kv_head = program // live_rows % KV_HEADS
@@ -43,8 +45,6 @@ def combine(
     slot = tl.load(record + 3)
     splits = tl.load(record + 4)
     e = tl.program_id(1) * E_BLOCK + tl.arange(0, E_BLOCK)
-    if EARLY:
-        gdc_wait()
     top = tl.full([1], float("-inf"), tl.float32)
     total = tl.zeros([1], tl.float32)
     acc = tl.zeros([E_BLOCK], tl.float32)

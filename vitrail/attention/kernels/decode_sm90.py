@@ -1,13 +1,14 @@
-"""Paged decode for Hopper in CuTe DSL: a program attends to one work item for one key head.
+"""Paged decode for Hopper in CuTe DSL: a program attends to one work item for one key head, then
+to the next.
 
     scores^T  [keys, rows] = K [keys, D] . Q^T [D, rows]
     out^T     [E, rows]    = V^T [E, keys] . P^T [keys, rows]
 
 Keys are the 64 rows of a warpgroup's matrix instruction and the few query rows its columns, so that
 no row is padding where a group has 8 heads or more; K and V^T are read from shared memory as they
-lie there. One warpgroup computes; one warp (bulk copies, boxes of min(page, 64) keys) or one
-warpgroup (16-byte copies, any page) loads, `STAGES` tiles ahead. Records of items are those of
-`attend`; partial results go to `combine`.
+lie there. One warpgroup computes (two share a latent tile of 64 rows); one warp (bulk copies, boxes
+of min(page, 64) keys) or one warpgroup (16-byte copies, any page) loads, as many tiles ahead as
+there are stages. Records of items are those of `attend`; partial results go to `combine`.
 
     row          n of TILE_M: flat = row + n, query flat // group, head flat % group
     softmax      base 2, running maximum per row over all keys of a tile
@@ -543,7 +544,8 @@ class DecodeSm90:
                 self._release(storage.empty_k.data_ptr() + k_stage, lane)
             if const_expr(spec.softcap):
                 for e in cutlass.range_constexpr(cute.size(scores)):
-                    x = cute.arch.fmax(scores[e] * qk_scale, Float32(-30.0))
+                    x = scores[e] * qk_scale
+                    x = Float32(-30.0) if x < -30.0 else x  # a NaN stays one
                     scores[e] = 2.0 / (1.0 + cute.math.exp2(x * (-2.0 * LOG2_E))) - 1.0
             if n0 < seen_lo or n0 + KEYS > seen_hi:
                 for c in cutlass.range_constexpr(columns):
