@@ -304,9 +304,9 @@ def _triton_keys(room: Num, row_bytes: Num, convert: Num, wide: Num, few: Num) -
 
 
 def choose_cute(f: Facts) -> Choice:
-    """Our CuTe DSL decode for Hopper: a warpgroup computes (two share a latent tile of 64 rows) with
-    the keys as rows of its matrix instruction and the query rows as columns; one warp (bulk) or one
-    warpgroup (rows) loads. A latent row is loaded once and is key and value."""
+    """Our CuTe DSL decode for Hopper: a warpgroup computes (two share a latent tile of 64 rows),
+    the keys as rows of its matrix instruction and the query rows as columns; one warp (bulk) or
+    one warpgroup (rows) loads. A latent row is loaded once and is key and value."""
     latent, group = f.latent > 0, f.q_heads // f.kv_heads
     dim, dim_v = round_up(f.dim, 64), round_up(f.dim_v, 64)
     rows = f.q_len * group

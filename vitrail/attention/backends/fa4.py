@@ -403,6 +403,7 @@ def mend_launch(plan: AttentionPlan) -> triton.Launch:
             "D_BLOCK": 1 << (site.head_dim - 1).bit_length(),
             "E": site.head_dim_v,
             "E_BLOCK": 1 << (site.head_dim_v - 1).bit_length(),
+            "KV_HEADS": site.num_kv_heads,
             "ROWS": MENDED_ROWS,
         },
         num_warps=4,
@@ -413,7 +414,7 @@ def mend_launch(plan: AttentionPlan) -> triton.Launch:
 def _mend(plan: AttentionPlan, k_SKD: Tensor, v_SKE: Tensor) -> None:
     """In place. The last tile of a sequence holds the first rows of the next one as well."""
     launch, strides = mend_launch(plan), (*k_SKD.stride()[:2], *v_SKE.stride()[:2])
-    launch.kernel[(-(-len(k_SKD) // MENDED_ROWS), k_SKD.shape[1])](
+    launch.kernel[(-(-k_SKD.shape[0] * k_SKD.shape[1] // MENDED_ROWS),)](
         k_SKD, v_SKE, len(k_SKD), *strides, **launch.constants, **launch.options
     )
 

@@ -22,14 +22,15 @@ def mend(
     D_BLOCK: tl.constexpr,
     E: tl.constexpr,
     E_BLOCK: tl.constexpr,
+    KV_HEADS: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Program (i, j): ROWS rows of key head j, in place. Strides in elements."""
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    head = tl.program_id(1).to(tl.int64)
+    """A program: ROWS rows of a head each, head by head, in place. Strides in elements."""
+    nth = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    row, head = nth // KV_HEADS, nth % KV_HEADS
     there = row < num_rows
     e = tl.arange(0, E_BLOCK)
-    cells = v + row.to(tl.int64)[:, None] * v_row + head * v_head + e[None, :]
+    cells = v + (row * v_row + head * v_head)[:, None] + e[None, :]
     live = there[:, None] & (e < E)[None, :]
     values = tl.load(cells, mask=live, other=0.0).to(tl.float32)
     # False of NaN as well.
@@ -38,6 +39,6 @@ def mend(
     zeros = tl.zeros([ROWS, E_BLOCK], tl.float32)
     tl.store(cells, zeros.to(v.dtype.element_ty), mask=faulty[:, None] & live)
     d = tl.arange(0, D_BLOCK)
-    cells = k + row.to(tl.int64)[:, None] * k_row + head * k_head + d[None, :]
+    cells = k + (row * k_row + head * k_head)[:, None] + d[None, :]
     nothing = tl.full([ROWS, D_BLOCK], float("nan"), tl.float32)
     tl.store(cells, nothing.to(k.dtype.element_ty), mask=faulty[:, None] & (d < D)[None, :])
