@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from vitrail.attention.compile_fa4 import launch_smem_bytes
+from vitrail.attention.compile_process import launch_smem_bytes
 from vitrail.attention.cubin import read_threads
 from vitrail.attention.fa4 import RELEASE
 from vitrail.attention.installed import releases

@@ -5,8 +5,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from typing import Any
 
-from vitrail.attention.compile_fa4 import launch_smem_bytes
-from vitrail.attention.compile_process import Answer, ask, refused, serve
+from vitrail.attention.compile_process import Answer, ask, launch_smem_bytes, refused, serve
 from vitrail.attention.cubin import Taken, hold, read_cubin, read_threads
 from vitrail.attention.decode_spec import Spec, spec
 from vitrail.attention.plan import AttentionPlan

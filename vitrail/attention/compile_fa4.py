@@ -2,23 +2,16 @@
 reads its target from the environment. Registers, stack and threads are read from the binary, shared
 memory from the launch in the compiled host code. What its compiler refuses is a `Finding`."""
 
-import re
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from typing import Any
 
 from vitrail.attention.backends.fa4 import Launch, compile_launch, launches
-from vitrail.attention.compile_process import Answer, ask, refused, serve
+from vitrail.attention.compile_process import Answer, ask, launch_smem_bytes, refused, serve
 from vitrail.attention.cubin import Taken, hold, read_cubin, read_threads
 from vitrail.attention.plan import AttentionPlan
 from vitrail.config.finding import Finding
 from vitrail.config.hardware import Hardware
-
-# A launch in the compiled host code: grid, block, bytes of shared memory, stream, attributes.
-_CONFIG = r"struct<\(array<3 x i32>, array<3 x i32>, i64, ptr, ptr, i32\)>"
-_SHARED = re.compile(
-    r"(%\d+) = llvm\.getelementptr %\d+\[0, 2\][^\n]*" + _CONFIG + r"\n\s*llvm\.store (%\d+), \1"
-)
 
 
 def prove(plans: Iterable[AttentionPlan], gpu: Hardware) -> Iterator[Finding]:
@@ -53,19 +46,6 @@ def take(plans: Iterable[AttentionPlan], gpu: Hardware) -> dict[Launch, Answer]:
     }
     questions = [{"cc": gpu.cc, "launch": asdict(launch)} for launch in wanted]
     return dict(zip(wanted, ask(__name__, questions, target), strict=True))
-
-
-def launch_smem_bytes(host_code: str) -> int:
-    """Bytes of shared memory that a kernel is launched with, of the one launch in its host code.
-    Raises `ValueError` where there is none."""
-    found = _SHARED.search(host_code)
-    if found is None:
-        raise ValueError("compiled host code without a launch")
-    before = host_code[: found.start()]
-    values = re.findall(rf"{found[2]} = llvm\.mlir\.constant\((\d+) : i64\)", before)
-    if not values:
-        raise ValueError(f"a launch whose shared memory {found[2]} is no constant")
-    return int(values[-1])
 
 
 def _taken(name: str, kernel: Any, cc: int) -> Taken:

@@ -3,6 +3,7 @@ question is a JSON object; the answer is what the kernels take, or the error tha
 
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -16,6 +17,11 @@ from vitrail.config.finding import Finding
 from vitrail.config.hardware import Hardware
 
 Answer = list[Taken] | str
+# A launch in the compiled host code: grid, block, bytes of shared memory, stream, attributes.
+_CONFIG = r"struct<\(array<3 x i32>, array<3 x i32>, i64, ptr, ptr, i32\)>"
+_SHARED = re.compile(
+    r"(%\d+) = llvm\.getelementptr %\d+\[0, 2\][^\n]*" + _CONFIG + r"\n\s*llvm\.store (%\d+), \1"
+)
 
 
 def ask(module: str, questions: list[dict[str, Any]], target: dict[str, str]) -> list[Answer]:
@@ -50,6 +56,19 @@ def serve(take: Callable[[dict[str, Any]], list[Taken]]) -> None:
         except Exception as error:  # noqa: BLE001  the answer to what was asked
             answer = f"{type(error).__name__}: {error}"
         print(json.dumps(answer), file=answers, flush=True)
+
+
+def launch_smem_bytes(host_code: str) -> int:
+    """Bytes of shared memory that a kernel is launched with, of the one launch in its host code.
+    Raises `ValueError` where there is none."""
+    found = _SHARED.search(host_code)
+    if found is None:
+        raise ValueError("compiled host code without a launch")
+    before = host_code[: found.start()]
+    values = re.findall(rf"{found[2]} = llvm\.mlir\.constant\((\d+) : i64\)", before)
+    if not values:
+        raise ValueError(f"a launch whose shared memory {found[2]} is no constant")
+    return int(values[-1])
 
 
 def refused(plan: AttentionPlan, gpu: Hardware, compiler: str, error: str) -> Finding:

@@ -15,7 +15,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from vitrail.attention.backend import UNSCALED, Attended, AttentionBackend
-from vitrail.attention.backends.triton import check, factors, is_wide, join, prepare
+from vitrail.attention.backends.triton import factors, join, prepare
+from vitrail.attention.call import check_tensors, is_wide
 from vitrail.attention.decode_spec import Spec, spec
 from vitrail.attention.kernels.decode_sm90 import DecodeSm90
 from vitrail.attention.metadata import PagedMetadata, VarlenMetadata
@@ -85,7 +86,7 @@ class Cute:
     ) -> Attended:
         """Any page size; rows at borders of 16 bytes."""
         assert scales == UNSCALED, scales
-        check(plan, q_THD, k_NPKD, v_NPKE, meta, sink_H)
+        check_tensors(plan, q_THD, k_NPKD, v_NPKE, sink_H)
         return _decode(plan, q_THD, k_NPKD, v_NPKE, meta, sink_H)
 
     def latent(
@@ -99,7 +100,7 @@ class Cute:
         """A row is loaded once: its first channels are key and value, the others key."""
         assert scales == UNSCALED, scales
         rows_NP1C, rank = cache_NPC[:, :, None], plan.shape.site.latent_rank
-        check(plan, q_THC, rows_NP1C, rows_NP1C[..., :rank], meta, None)
+        check_tensors(plan, q_THC, rows_NP1C, rows_NP1C[..., :rank], None)
         return _decode(plan, q_THC, rows_NP1C[..., rank:], rows_NP1C[..., :rank], meta, None)
 
 
@@ -114,6 +115,7 @@ def _decode(
     meta: PagedMetadata,
     sink_H: Tensor | None,
 ) -> Attended:
+    assert len(q_THD) == sum(meta.q_lens), f"{len(q_THD)} queries of {sum(meta.q_lens)}"
     for t in (q_THD, k_NPKD, v_NPKE):
         assert is_wide(t), f"strides {t.stride()}, address {t.data_ptr()}: not whole 16 bytes"
     site, device = plan.shape.site, q_THD.device

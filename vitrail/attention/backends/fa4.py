@@ -27,6 +27,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from vitrail.attention.backend import UNSCALED, Attended, AttentionBackend
 from vitrail.attention.backends import triton
+from vitrail.attention.call import WIDE_BYTES, check_lengths, check_tensors, is_wide
 from vitrail.attention.fa4 import weights_in_registers
 from vitrail.attention.kernels.mend import mend
 from vitrail.attention.metadata import PagedMetadata, VarlenMetadata, prefix_sums
@@ -35,7 +36,6 @@ from vitrail.attention.shape import Phase
 from vitrail.config.model import KvScales
 
 MENDED_ROWS = 32  # of a program that looks for rows that are not finite
-WIDE_BYTES = 16  # every row starts at such a border: its host would copy a whole pool otherwise
 Kernel = Callable[..., None]
 
 
@@ -341,11 +341,14 @@ class Prepared(NamedTuple):
 def _prepare(
     plan: AttentionPlan, meta: VarlenMetadata | PagedMetadata, device: torch.device
 ) -> Prepared:
-    _check_lengths(plan, meta)
+    check_lengths(plan, meta)
     site, num_tokens = plan.shape.site, sum(meta.q_lens)
     if isinstance(meta, PagedMetadata):
         if not num_tokens:
             return Prepared((), (), 0, 0)
+        assert len(meta.block_table) == meta.batch, meta.block_table.shape
+        for q_len, kv_len in zip(meta.q_lens, meta.kv_lens, strict=True):
+            assert q_len <= kv_len, f"{q_len} queries are the last of {kv_len} keys"
         lengths = (meta.cu_q, None, meta.kv_lens_dev, meta.block_table)
         kernels = kernels_of(launch_of(plan, site.causal))
         call = Call(kernels, WHOLE, WHOLE, site.causal, lengths)
@@ -370,7 +373,9 @@ def _attend(
     sink_H: Tensor | None,
 ) -> Attended:
     """`k`, `v`: [N, P, K, D] where paged, else [S, K, D]."""
-    _check(plan, q_THD, k, v, sink_H)
+    check_tensors(plan, q_THD, k, v, sink_H)
+    for t in (q_THD, k, v):
+        assert is_wide(t), f"strides {t.stride()}: rows start at borders of {WIDE_BYTES} bytes"
     work = meta.work.get(plan, lambda: _prepare(plan, meta, q_THD.device))
     num_tokens, site = q_THD.shape[0], plan.shape.site
     assert num_tokens == work.num_tokens, f"{num_tokens} queries of {work.num_tokens}"
@@ -464,39 +469,3 @@ def forward_arguments(plan: AttentionPlan, call: Call, sink_H: Tensor | None) ->
 @cache
 def _no_extras() -> Any:
     return import_module("flash_attn.cute.utils").AuxData(None, None)
-
-
-def _check_lengths(plan: AttentionPlan, meta: VarlenMetadata | PagedMetadata) -> None:
-    """The batch is within the one that was planned."""
-    shape = plan.shape
-    assert meta.batch <= shape.batch, f"{meta.batch} sequences, planned {shape.batch}"
-    assert meta.max_q_len <= shape.max_q_len, f"{meta.max_q_len}, planned {shape.max_q_len}"
-    assert meta.max_kv_len <= shape.max_kv_len, f"{meta.max_kv_len}, planned {shape.max_kv_len}"
-    if isinstance(meta, PagedMetadata):
-        assert meta.page_size == shape.page_size, f"{meta.page_size}, {shape.page_size}"
-        assert len(meta.block_table) == meta.batch, meta.block_table.shape
-        assert meta.block_table.stride(-1) == 1, meta.block_table.stride()
-        for q_len, kv_len in zip(meta.q_lens, meta.kv_lens, strict=True):
-            assert q_len <= kv_len, f"{q_len} queries are the last of {kv_len} keys"
-
-
-def _check(plan: AttentionPlan, q_THD: Tensor, k: Tensor, v: Tensor, sink_H: Tensor | None) -> None:
-    """The tensors are those that were planned."""
-    site, dtype = plan.shape.site, getattr(torch, plan.shape.dtype)
-    page = () if plan.shape.page_size is None else (plan.shape.page_size,)
-    assert q_THD.shape[1:] == (site.num_q_heads, site.head_dim), q_THD.shape
-    assert k.shape[1:] == (*page, site.num_kv_heads, site.head_dim), k.shape
-    assert v.shape[1:] == (*page, site.num_kv_heads, site.head_dim_v), v.shape
-    for t in (q_THD, k, v):
-        assert t.dtype == dtype, f"{t.dtype}, planned {dtype}"
-        assert _is_wide(t), f"strides {t.stride()}: rows start at borders of {WIDE_BYTES} bytes"
-    assert site.sink == (sink_H is not None), f"sink planned: {site.sink}"
-
-
-def _is_wide(t: Tensor) -> bool:
-    size = t.element_size()
-    return (
-        t.stride(-1) == 1
-        and t.data_ptr() % WIDE_BYTES == 0
-        and all(s > 0 and s * size % WIDE_BYTES == 0 for s in t.stride()[:-1])
-    )

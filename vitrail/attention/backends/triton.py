@@ -18,6 +18,7 @@ from torch import Tensor
 from triton import KernelInterface
 
 from vitrail.attention.backend import UNSCALED, Attended, AttentionBackend
+from vitrail.attention.call import WIDE_BYTES, check_lengths, check_tensors, is_wide
 from vitrail.attention.kernels.attend import attend
 from vitrail.attention.kernels.combine import combine
 from vitrail.attention.metadata import PagedMetadata, VarlenMetadata, Work
@@ -27,8 +28,6 @@ from vitrail.attention.shape import PAGED, Phase
 from vitrail.config.model import KvScales
 
 LOG2_E = math.log2(math.e)
-# Bytes that the compiler may assume every row to be aligned to; what a wide copy moves.
-WIDE_BYTES = 16
 # What a joining program holds at once, over all splits and channels.
 COMBINE_WARPS, COMBINE_VALUES = 4, 4096
 COMBINE_MANY_ROWS = 256
@@ -207,6 +206,7 @@ def prepare(
 ) -> Work:
     """The records of a batch, on the device by one copy that waits for nothing. `room`: as many
     items and combines, the rest of them empty, for a graph that other batches use as well."""
+    check_lengths(plan, meta)
     if isinstance(meta, PagedMetadata):
         starts = [kv - q for q, kv in zip(meta.q_lens, meta.kv_lens, strict=True)]
         bases = range(meta.batch)
@@ -238,7 +238,8 @@ def _attend(
 ) -> Attended:
     """`kv`: keys and values, [N, P, K, D] where paged, else [S, K, D]."""
     k, v = kv
-    check(plan, q_THD, k, v, meta, sink_H)
+    check_tensors(plan, q_THD, k, v, sink_H)
+    assert len(q_THD) == sum(meta.q_lens), f"{len(q_THD)} queries of {sum(meta.q_lens)}"
     site, device = plan.shape.site, q_THD.device
     num_tokens, kv_heads = q_THD.shape[0], site.num_kv_heads
     out_THE = q_THD.new_empty((num_tokens, site.num_q_heads, site.head_dim_v))
@@ -311,40 +312,3 @@ def factors(plan: AttentionPlan, scales: KvScales) -> tuple[float, float, float]
     if site.softcap is None:
         return 1.0, scale * LOG2_E, scales.v
     return scale / site.softcap, site.softcap * LOG2_E, scales.v
-
-
-def is_wide(t: Tensor) -> bool:
-    """Whether every row starts at a border of `WIDE_BYTES`."""
-    sizes = t.element_size()
-    return t.data_ptr() % WIDE_BYTES == 0 and all(
-        stride * sizes % WIDE_BYTES == 0 for stride in t.stride()[:-1]
-    )
-
-
-def check(
-    plan: AttentionPlan,
-    q_THD: Tensor,
-    k: Tensor,
-    v: Tensor,
-    meta: VarlenMetadata | PagedMetadata,
-    sink_H: Tensor | None,
-) -> None:
-    """The call is the one that was planned."""
-    shape, site = plan.shape, plan.shape.site
-    assert q_THD.shape == (sum(meta.q_lens), site.num_q_heads, site.head_dim), q_THD.shape
-    assert str(q_THD.dtype) == f"torch.{shape.dtype}", f"{q_THD.dtype}, planned {shape.dtype}"
-    stored = shape.kv_dtype or shape.dtype
-    assert str(k.dtype) == str(v.dtype) == f"torch.{stored}", f"{k.dtype}, planned {stored}"
-    assert k.shape[-2:] == (site.num_kv_heads, site.head_dim), k.shape
-    assert v.shape[-2:] == (site.num_kv_heads, site.head_dim_v), v.shape
-    assert meta.batch <= shape.batch, f"{meta.batch} sequences, planned {shape.batch}"
-    assert meta.max_q_len <= shape.max_q_len, f"{meta.max_q_len}, planned {shape.max_q_len}"
-    assert meta.max_kv_len <= shape.max_kv_len, f"{meta.max_kv_len}, planned {shape.max_kv_len}"
-    assert site.sink == (sink_H is not None), f"sink planned: {site.sink}"
-    assert site.scale > 0, f"scale {site.scale}: the running maximum is that of scaled scores"
-    for t in (q_THD, k, v):
-        assert t.stride(-1) == 1, f"strides {t.stride()}: channels of a row are neighbours"
-    if isinstance(meta, PagedMetadata):
-        assert meta.page_size == shape.page_size, f"{meta.page_size}, {shape.page_size}"
-        assert k.shape[1] == v.shape[1] == meta.page_size, f"pages of {k.shape[1]}"
-        assert meta.block_table.stride(-1) == 1, meta.block_table.stride()
