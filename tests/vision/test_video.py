@@ -31,7 +31,7 @@ def encoded(
     rate: int = 10,
     options: dict[str, str] | None = None,
 ) -> bytes:
-    """A file whose frame i is grey of STEP i + 20."""
+    """A file whose frame i is grey of STEP i + 20, modulo 256."""
     out = io.BytesIO()
     with av.open(out, "w", format=kind, options=options or {}) as container:
         stream: Any = container.add_stream(codec, rate=rate)
@@ -39,10 +39,32 @@ def encoded(
         stream.pix_fmt = "yuvj420p" if codec == "mjpeg" else "yuv420p"
         stream.bit_rate = 0 if codec == "libsvtav1" else 400_000
         for i in range(count):
-            pixels = np.full((size[1], size[0], 3), STEP * i + 20, np.uint8)
+            pixels = np.full((size[1], size[0], 3), (STEP * i + 20) % 256, np.uint8)
             for packet in stream.encode(av.VideoFrame.from_ndarray(pixels, format="rgb24")):
                 container.mux(packet)
         for packet in stream.encode():
+            container.mux(packet)
+    return out.getvalue()
+
+
+def slow(count: int) -> bytes:
+    """4096 x 4096 pixels that never change: few bytes, and a copy of 25 MB for each frame."""
+    out = io.BytesIO()
+    with av.open(out, "w", format="avi") as container:
+        stream: Any = container.add_stream("mpeg4", rate=100)
+        stream.width, stream.height, stream.pix_fmt = 4096, 4096, "yuv420p"
+        stream.gop_size = 600
+        grey = av.VideoFrame.from_ndarray(np.full((4096, 4096, 3), 90, np.uint8), format="rgb24")
+        made: list[Any] = []
+        for i in range(2):
+            grey.pts = i
+            made += stream.encode(grey)
+        key, same = [*made, *stream.encode()]
+        container.mux(key)
+        for i in range(1, count):
+            packet = av.Packet(bytes(same))
+            packet.pts = packet.dts = i
+            packet.time_base, packet.stream = stream.time_base, stream
             container.mux(packet)
     return out.getvalue()
 

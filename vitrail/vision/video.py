@@ -278,10 +278,8 @@ def upright(pixels: np.ndarray, matrix: list[int] | None) -> np.ndarray | None:
 
 def _slow(where: str, bounds: Bounds) -> Refused:
     saw = f"a video that is not decoded after {bounds.seconds:.3g} seconds"
-    rule = (
-        f"at most {MAX_SECONDS_EACH:.0f} seconds for a video, {MAX_REQUEST_SECONDS:.0f} a request"
-    )
-    return _refuse(where, saw, rule, "cut it, scale it down or lower its rate", "video_too_large")
+    rule = f"at most {MAX_SECONDS_EACH:g} seconds a video, {MAX_REQUEST_SECONDS:g} a request"
+    return _refuse(where, saw, rule, "cut it, scale it down or lower its rate", "video_too_slow")
 
 
 def _broken(where: str, saw: str) -> Refused:
