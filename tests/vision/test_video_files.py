@@ -5,13 +5,15 @@ import importlib
 import io
 import struct
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 from tests.vision.test_video import LIMITS, encoded, numbers, refusal, sample
-from vitrail.vision.video import upright
+from vitrail.vision import video
+from vitrail.vision.video import VideoRoom, upright
 from vitrail.vision.video_container import promised_bytes, reader_of
 
 av: Any = importlib.import_module("av")
@@ -140,7 +142,11 @@ def test_vp8_pictures_that_are_never_shown_are_no_frames() -> None:
             hidden.pts, hidden.dts, hidden.time_base = packet.pts, packet.dts, packet.time_base
             hidden.stream = copied
             target.mux(hidden)
-    assert numbers(sample(out.getvalue(), 3, LIMITS, "video")) == [0, 9, 19]
+    room = VideoRoom()
+    got = video.sample(out.getvalue(), 3, LIMITS, "video", room, lambda frame: frame)
+    assert numbers(got) == [0, 9, 19]
+    paid = video.MAX_REQUEST_PIXELS - room.pixels
+    assert paid == 3 * 64 * 48, "frames that were taken in vain are not paid"
 
 
 # No list of all frames in front, no duration, no sizes of what is still to come.
@@ -221,3 +227,31 @@ def test_a11_files_without_a_length_are_refused_where_cut_inside(
         code, saw = refusal(whole[:cut])
         assert code == "broken_video"
         assert f"{cut} bytes of a file that says it has" in saw
+
+
+def test_a11_an_index_in_front_tells_what_is_missing(tmp_path: Path) -> None:
+    """The samples' box may say that it goes on to the end, wherever that is: each cut is seen, also
+    one between two samples, within the time that is left to rounding."""
+    path = tmp_path / "a.mp4"
+    path.write_bytes(encoded(30, "mp4", "mjpeg", rate=100))
+    with (
+        av.open(path) as source,
+        av.open(tmp_path / "b.mp4", "w", options={"movflags": "faststart"}) as target,
+    ):
+        stream = source.streams.video[0]
+        copied = target.add_stream_from_template(stream)
+        sizes = []
+        for packet in source.demux(stream):
+            if packet.size:
+                sizes.append(packet.size)
+                packet.stream = copied
+                target.mux(packet)
+    data = bytearray((tmp_path / "b.mp4").read_bytes())
+    at = data.index(b"mdat")
+    assert data.index(b"moov") < at
+    data[at - 4 : at] = bytes(4)
+    assert numbers(sample(bytes(data), 2, LIMITS, "video")) == [0, 29]
+    for cut in (1, sizes[-1] - 1, sizes[-1], sizes[-1] + 1, sum(sizes[-5:])):
+        code, saw = refusal(bytes(data[:-cut]))
+        assert code == "broken_video", cut
+        assert saw.startswith(f"{len(data) - cut} bytes that hold")

@@ -15,8 +15,9 @@ of waiting and of CPU, whatever its header says; what all videos of a request ma
 up to the last is what bounds a video's length, often before `MAX_FRAMES` and `MAX_SECONDS` do.
 
 A file that was cut off is refused where that can be known: by the sizes of its boxes, elements or
-chunks, by its duration, by a packet that ends early. It cannot be known of a fragmented MP4 or a
-live WebM that was cut exactly between two fragments or elements, if it gives no duration.
+chunks, by an MP4's index, by its duration, by a packet that ends early. It cannot be known of a
+fragmented MP4 or a live WebM that was cut exactly between two fragments or elements, if it gives no
+duration.
 
 Nothing but the given bytes is read: the container's reader is chosen here and may open no other
 file or address. Knows nothing of models. Every failure is `Refused`."""
@@ -160,8 +161,9 @@ class _Video:
         """As `sample`."""
         header = self._said("opened")
         self._check_header(header)
-        num_frames = self._count(header)
+        num_frames, paid = self._count(header), room.pixels
         while True:
+            room.pixels = paid
             wanted = even_frames(num_frames, count)
             self._check_room(len(set(wanted)), header["width"], header["height"], room)
             self.process.want(sorted(set(wanted)))
@@ -214,7 +216,7 @@ class _Video:
         shown = max(0.0, counted["end"] - start)
         short = seconds is not None and shown < seconds - max(0.5, 0.02 * seconds)
         if not frames or short or counted["is_cut"]:
-            cut = ", the last cut off" if counted["is_cut"] else ""
+            cut = ", others cut off" if counted["is_cut"] else ""
             has = f"{frames} frames{cut}, {shown:.1f} seconds of {seconds or 0:.1f}"
             raise _broken(self.where, f"{self.num_bytes} bytes that hold {has}")
         return frames

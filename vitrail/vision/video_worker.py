@@ -86,18 +86,22 @@ def _seconds(value: int | None, base: int) -> float | None:
 
 def _count(container: Any, max_frames: int) -> dict[str, Any]:
     """Packets of the first video stream that are shown, up to one more than `max_frames`; whether
-    one was cut off; where the last packet of any stream ends, in seconds. A packet that an edit
-    list leaves out is decoded for the sake of others and never shown."""
+    one was cut off or, by the index of an MP4, is missing; where the last packet of any stream
+    ends, in seconds. A packet that an edit list leaves out is decoded for the sake of others and
+    never shown."""
     stream = container.streams.video[0]
-    frames, end, is_cut = 0, 0.0, False
+    frames, hidden, end, is_cut = 0, 0, 0.0, False
     for packet in container.demux():
         if packet.size and packet.stream is stream:
             frames += not packet.is_discard
+            hidden += packet.is_discard
             is_cut = is_cut or packet.is_corrupt
             if frames > max_frames:
-                break
+                return {"frames": frames, "end": end, "is_cut": False}
         if packet.pts is not None and packet.time_base is not None:
             end = max(end, float((packet.pts + (packet.duration or 0)) * packet.time_base))
+    if container.format.name.startswith("mov"):
+        is_cut = is_cut or frames + hidden < sum(e.size > 0 for e in stream.index_entries)
     return {"frames": frames, "end": end, "is_cut": is_cut}
 
 
