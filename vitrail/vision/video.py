@@ -43,7 +43,8 @@ MAX_FRAME_PIXELS = 8192 * 4352
 MAX_REQUEST_PIXELS = 512_000_000
 MAX_SECONDS_EACH = 20.0
 MAX_REQUEST_SECONDS = 60.0
-# An 8-bit frame of the most pixels is 53 MB; a decoder holds up to 17, and one goes out as RGB.
+# Of one process; a server runs up to --image-workers of them. An 8-bit frame of the most pixels is
+# 53 MB; a decoder holds up to 17, and one goes out as RGB.
 MEMORY_BYTES = 2 << 30
 
 # By FFmpeg's canonical names: a decoder's own may differ (libdav1d).
