@@ -44,6 +44,8 @@ FAULTS: dict[str, tuple[str, ...]] = {
         "tests/vision/test_image.py::test_a11_no_file_cut_anywhere_passes_as_whole",
         "tests/models/nvila/test_nvila_serving.py::test_a11_a_broken_video_names_its_part",
         "tests/vision/test_video.py::test_a11_a_truncated_file_is_refused_with_numbers",
+        "tests/vision/test_video_files.py::test_a11_an_index_in_front_tells_what_is_missing",
+        "tests/vision/test_video_files.py::test_a11_files_without_a_length_are_refused_where_cut_inside",
         "tests/server/test_images.py::test_a11_a_truncated_or_empty_video_is_a_400_with_numbers",
     ),
     "A12": (

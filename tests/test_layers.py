@@ -19,6 +19,7 @@ TORCH_FREE = (
     "vitrail.models.kimi_vl.processor",
     "vitrail.models.nvila.processor",
     *(f"vitrail.vision.{m}" for m in ("image", "preprocess", "placeholders", "video")),
+    *(f"vitrail.vision.video_{m}" for m in ("container", "process", "worker")),
     *(
         f"vitrail.attention.{m}"
         for m in ("shape", "tiles", "legality", "fa4", "plan", "installed", "decode_spec")

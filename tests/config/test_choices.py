@@ -63,6 +63,14 @@ def test_a_choice_of_another_type_is_refused(field: str, value: object):
     assert found.saw == repr(value)
 
 
+def test_the_frames_of_a_video_fit_in_a_request():
+    (found,) = validate(EngineConfig(model="x", video_frames=9, max_images=8))
+    assert found.where == "video_frames"
+    assert found.saw == "9 frames a video, 8 images a request"
+    assert validate(EngineConfig(model="x", video_frames=8, max_images=8)) == []
+    assert validate(EngineConfig(model="x", max_images=0)) == [], "text alone"
+
+
 def test_every_bad_choice_is_reported_at_once():
     found = validate(EngineConfig(model="x", max_running=0, page_size=0, memory_fraction=2))
     assert {f.where for f in found} == {"max_running", "page_size", "memory_fraction"}

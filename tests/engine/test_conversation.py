@@ -123,6 +123,14 @@ def test_only_the_offline_api_may_name_files():
     ]
 
 
+def test_a_video_of_no_pictures_is_refused():
+    """It would leave the prompt without a word."""
+    for none in ([], ()):
+        message = {"role": "user", "content": [{"type": "video", "video": none}]}
+        with pytest.raises(Refused, match="an empty list.*at least one frame"):
+            parse_conversation([message], LIMITS, local=True)
+
+
 def test_local_sources():
     patched = from_patches(np.zeros((4, 3 * 14 * 14), np.uint8), (2, 2), None, RULES, "x")
     pixels = np.zeros((2, 2, 3), np.uint8)

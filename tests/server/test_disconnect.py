@@ -1,15 +1,19 @@
 """A client that leaves frees what it held, at once, whenever it leaves."""
 
+import base64
+import contextlib
 import json
 import socket
 import struct
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from tests.server.served import Served, picture, wait_until
 from tests.server.sse import ask, chat_body
+from tests.vision.test_video import slow
 
 LONG = {"ignore_eos": True, "max_tokens": 7000}
 
@@ -86,3 +90,32 @@ def test_b41_leaving_while_pictures_are_prepared(each_server: Served):
         hang_up(sock)
     each_server.settled(10)
     wait_until(lambda: not list(each_server.pixel_folder().iterdir()), 5)
+
+
+def decoders() -> int:
+    """Processes of videos on this machine: tests run one at a time."""
+    found = 0
+    for each in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            found += b"video_worker" in each.read_bytes()
+    return found
+
+
+def test_b41_slow_videos_hold_nobody_else_and_end_with_their_clients(each_server: Served):
+    """Three of them, more than there are threads for videos; a picture's and a text's requests are
+    answered meanwhile, and the decoders end when the clients leave."""
+    url = "data:video/x-msvideo;base64," + base64.b64encode(slow(600)).decode()
+    clip = {"type": "video_url", "video_url": {"url": url}}
+    messages = [{"role": "user", "content": [clip, {"type": "text", "text": "what?"}]}]
+    body = json.dumps({"messages": messages, "max_tokens": 2}).encode()
+    socks = [each_server.connect(body, "/v1/chat/completions") for _ in range(3)]
+    wait_until(lambda: decoders() == 2, 10)
+    seen = [picture("size_56x56_jpg.jpg"), {"type": "text", "text": "what?"}]
+    shown = {"messages": [{"role": "user", "content": seen}], "max_tokens": 2}
+    assert each_server.client.post("/v1/chat/completions", json=shown).status_code == 200
+    assert len(ask(each_server, max_tokens=2)["choices"]) == 1
+    assert decoders() == 2, "the videos are still being decoded"
+    for sock in socks:
+        hang_up(sock)
+    wait_until(lambda: decoders() == 0, 2)
+    each_server.settled(5)

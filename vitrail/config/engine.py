@@ -108,6 +108,15 @@ def validate(config: EngineConfig) -> list[Finding]:
                 change="pass --memory-fraction 0.9",
             )
         )
+    if 0 < config.max_images < config.video_frames:  # 0: no pictures at all, and no videos
+        found.append(
+            Finding(
+                where="video_frames",
+                saw=f"{config.video_frames} frames a video, {config.max_images} images a request",
+                rule="the frames of one video are images that fit in a request",
+                change=f"pass --video-frames {config.max_images} or less, or a larger --max-images",
+            )
+        )
     if config.page_size > 256:
         found.append(
             Finding(

@@ -150,6 +150,9 @@ class _Parts:
         """A file's path or bytes, or frames as pictures, which are taken as they are."""
         if isinstance(raw, list | tuple):
             frames = cast(Sequence[object], raw)
+            if not frames:
+                rule, change = "a video has at least one frame", "leave the part out"
+                raise _refused(where, "an empty list", rule, change)
             return [Picture(local_source(f, where), where, is_frame=True) for f in frames]
         source = local_source(raw, where)
         if isinstance(source, bytes | Path):

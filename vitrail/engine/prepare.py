@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 from pathlib import Path
+from threading import Event
 
 import msgspec
 from PIL import Image
@@ -37,7 +38,7 @@ from vitrail.vision.image import (
 )
 from vitrail.vision.placeholders import ExpandedPrompt, expand, image_identity, locate, spread
 from vitrail.vision.preprocess import ImageGrid, ImageProcessor, PatchedImage, Separators
-from vitrail.vision.video import Frame
+from vitrail.vision.video import Frame, VideoRoom
 
 # Specials that end a turn in published chat formats, whatever config.json calls the end of text.
 TURN_ENDS = ("<|im_end|>", "<|eot_id|>")
@@ -117,10 +118,14 @@ class Preparer:
         self._stop_ids = frozenset(i for i in stops if i < facts.vocab_size)
 
     def chat(
-        self, messages: Sequence[Message], pictures: Sequence[Picture], options: ChatOptions
+        self,
+        messages: Sequence[Message],
+        pictures: Sequence[Picture],
+        options: ChatOptions,
+        gone: Event | None = None,
     ) -> Prompt:
-        """A conversation through the checkpoint's template; the n-th image part is
-        `pictures[n]`."""
+        """A conversation through the checkpoint's template; the n-th image part is `pictures[n]`.
+        `gone` is set when nobody waits for it any more, which ends the decoding of videos."""
         tokenizer, template = self.tokenizer, self.assets.template
         assert template is not None, "a tokenizer comes with a template, perhaps one that refuses"
         image_id = self.facts.image_token_id
@@ -136,7 +141,7 @@ class Preparer:
         )
         if not pictures or image_id is None:
             return self._prompt(list(rendered.token_ids), [])
-        patched = self._patch(pictures)
+        patched = self._patch(pictures, gone)
         ids, slots = self._spread(rendered.token_ids, rendered.image_slots, patched, around)
         parts = [part for parts in patched for part in parts]
         expanded = expand(ids, slots, [p.grid.num_tokens for p in parts], image_id)
@@ -303,13 +308,21 @@ class Preparer:
             end = between[0]  # a picture that is alone
         return spread(token_ids, slots, counts, between, end)
 
-    def _patch(self, pictures: Sequence[Picture]) -> list[tuple[PatchedImage, ...]]:
-        """Each picture's parts. A video is decoded once for all its frames."""
-        alone, videos = _is_alone(pictures), dict[int, list[DecodedImage]]()
-        return [self._open(p, alone and not p.is_frame, videos) for p in pictures]
+    def _patch(
+        self, pictures: Sequence[Picture], gone: Event | None = None
+    ) -> list[tuple[PatchedImage, ...]]:
+        """Each picture's parts. A video is decoded once for all its frames, and a frame is parts
+        before the next one is decoded."""
+        alone, videos = _is_alone(pictures), dict[int, list[tuple[PatchedImage, ...]]]()
+        room = VideoRoom(gone=gone or Event())
+        return [self._open(p, alone and not p.is_frame, videos, room) for p in pictures]
 
     def _open(
-        self, picture: Picture, alone: bool, videos: dict[int, list[DecodedImage]]
+        self,
+        picture: Picture,
+        alone: bool,
+        videos: dict[int, list[tuple[PatchedImage, ...]]],
+        room: VideoRoom,
     ) -> tuple[PatchedImage, ...]:
         source, where = picture.source, picture.where
         if isinstance(source, PatchedImage):
@@ -329,9 +342,18 @@ class Preparer:
         elif isinstance(source, Image.Image):
             image = from_pil(source, self.limits, where)
         elif isinstance(source, Frame):
-            image = source.decode(videos, self.limits, where)
+            key = id(source.video)
+            if key not in videos:
+                videos[key] = source.all(
+                    self.limits, where, room, lambda frame: self._parts(frame, False, where)
+                )
+            return videos[key][source.index]
         else:
             image = from_array(source, self.limits, where)
+        return self._parts(image, alone, where)
+
+    def _parts(self, image: DecodedImage, alone: bool, where: str) -> tuple[PatchedImage, ...]:
+        assert self.assets.processor is not None
         grids = self.assets.processor.grids(image.height, image.width, alone)
         if isinstance(grids, Finding):
             raise Refused(replace(grids, where=where))

@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import hmac
 import logging
+import threading
 import time
 from collections.abc import Awaitable, Callable, MutableMapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -22,7 +23,7 @@ from vitrail.engine.request import overloaded
 from vitrail.server import errors
 from vitrail.server.bodies import Bodies, Disconnected, Event, Receive
 from vitrail.server.errors import HttpError, refused
-from vitrail.server.jobs import Job, JobMaker
+from vitrail.server.jobs import Job, JobMaker, Later
 from vitrail.server.metrics import Metrics, Timer
 from vitrail.server.stream import DONE, ChoiceFailed, Exchange, usage_of
 
@@ -81,7 +82,7 @@ class Reply:
 
 
 Handler = Callable[[Receive, Reply], Awaitable[None]]
-Make = Callable[[bytearray], Job]
+Make = Callable[[bytearray], Job | Later]
 
 
 class App:
@@ -102,8 +103,11 @@ class App:
         self._jobs = JobMaker(config, preparer, client.stage, name)
         self._key = None if api_key is None else api_key.encode()
         self._threads = ThreadPoolExecutor(config.image_workers, thread_name_prefix="prepare")
+        # Videos wait for one another, never what has none for them.
+        self._videos = ThreadPoolExecutor(config.image_workers, thread_name_prefix="video")
         self._max_active = config.max_running + config.max_waiting
         self._bodies = Bodies()
+        self._gone: set[threading.Event] = set()  # of the requests that are being made
         self.num_active = 0
         self._is_closing = False
         self.metrics = Metrics(lambda: client.stats)
@@ -149,8 +153,11 @@ class App:
                     await asyncio.sleep(0.02)
 
     def close(self) -> None:
-        """End the worker threads."""
+        """End the worker threads, and the videos that they decode."""
+        for gone in self._gone:
+            gone.set()
         self._threads.shutdown(wait=False, cancel_futures=True)
+        self._videos.shutdown(wait=False, cancel_futures=True)
 
     def _route(self, scope: Scope) -> Handler:
         path, method = scope["path"], scope["method"]
@@ -243,16 +250,29 @@ class App:
 
     async def _answer(self, make: Make, body: bytearray, exchange: Exchange, reply: Reply) -> None:
         timer = Timer(self.metrics)
-        making = self._threads.submit(make, body)
-        try:
-            job = await asyncio.wrap_future(making)
-        except asyncio.CancelledError:  # a thread that runs cannot be stopped
-            making.add_done_callback(_discard)
-            raise
+        job = await self._make(make, body)
         exchange.submit(job.staged)
         self.metrics.prompt_tokens += sum(job.prompt_lens)
         await (self._stream if job.stream else self._whole)(job, exchange, reply, timer)
         timer.end()
+
+    async def _make(self, make: Make, body: bytearray) -> Job:
+        """In threads. One that runs cannot be stopped, but for the videos that it decodes."""
+        gone = threading.Event()
+        self._gone.add(gone)
+        making = self._threads.submit(make, body)
+        try:
+            made = await asyncio.wrap_future(making)
+            if isinstance(made, Job):
+                return made
+            making = self._videos.submit(made, gone)
+            return await asyncio.wrap_future(making)
+        except asyncio.CancelledError:
+            gone.set()
+            making.add_done_callback(_discard)
+            raise
+        finally:
+            self._gone.discard(gone)
 
     async def _whole(self, job: Job, exchange: Exchange, reply: Reply, timer: Timer) -> None:
         while pieces := await exchange.read():
@@ -286,7 +306,9 @@ async def _disconnect(receive: Receive) -> None:
         pass
 
 
-def _discard(making: "Future[Job]") -> None:
+def _discard(making: "Future[Job] | Future[Job | Later]") -> None:
     """A job that nobody waits for."""
     if not making.cancelled() and making.exception() is None:
-        making.result().staged.discard()
+        made = making.result()
+        if isinstance(made, Job):
+            made.staged.discard()

@@ -5,6 +5,7 @@ import time
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
+from threading import Event
 
 from vitrail.config.engine import EngineConfig
 from vitrail.engine.conversation import parse_conversation
@@ -16,6 +17,8 @@ from vitrail.server.errors import refused
 from vitrail.server.stream import Writer
 
 Stage = Callable[[list[EngineRequest]], Staged]
+# The rest of making a job, where it holds videos; the event is set when nobody waits for it.
+Later = Callable[[Event], "Job"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,17 +46,22 @@ class JobMaker:
         self._stage = stage
         self._name = name
 
-    def chat(self, body: bytes | bytearray) -> Job:
-        """A body of /v1/chat/completions."""
+    def chat(self, body: bytes | bytearray) -> "Job | Later":
+        """A body of /v1/chat/completions. Nothing of a video is decoded here: with one in it, what
+        is still to be done comes back, for a thread where it keeps no other request waiting."""
         request = openai.parse(body, openai.ChatRequest)
         self._check(request)
-        params = openai.chat_params(request)
+        params, options = openai.chat_params(request), openai.chat_options(request)
         make = self._preparer
         messages, pictures = parse_conversation(
             request.messages, make.limits, num_frames=make.video_frames
         )
-        prompt = make.chat(messages, pictures, openai.chat_options(request))
-        return self._job(request, [prompt], params, [])
+
+        def rest(gone: Event) -> Job:
+            prompt = make.chat(messages, pictures, options, gone)
+            return self._job(request, [prompt], params, [])
+
+        return rest if any(each.is_frame for each in pictures) else rest(Event())
 
     def completion(self, body: bytes | bytearray) -> Job:
         """A body of /v1/completions."""

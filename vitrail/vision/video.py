@@ -1,45 +1,69 @@
 """Whatever a client calls a video -> evenly sampled upright pictures. Decoded with PyAV (the extra
-`video`), which is imported when the first one comes.
+`video`), in a process of its own (`video_process`, `video_worker`).
 
 Two passes: packets are counted without decoding, then frames are decoded in order up to the last
-one that is wanted, one thread, and the wanted ones alone are kept:
+one that is wanted, by one thread, and the wanted ones alone come here, one after the other:
 
-    container by content -> one video stream, codec, size, length -> count packets -> decode
+    bytes -> container by content -> process: header -> count packets -> decode -> `take` a frame
+
+Where fewer frames decode than packets say, and nothing is broken (a cut off a keyframe, pictures
+that are never shown), the frames are spread over those that do, in a further pass.
+
+What one video may take: `MEMORY_BYTES` of address space beside its own bytes, `MAX_SECONDS_EACH`
+of waiting and of CPU, whatever its header says; what all videos of a request may take is in
+`VideoRoom`. Frames are decoded from the start, without seeking: one CPU core's time for all frames
+up to the last is what bounds a video's length, often before `MAX_FRAMES` and `MAX_SECONDS` do.
+
+A file that was cut off is refused where that can be known: by the sizes of its boxes, elements or
+chunks, by an MP4's index, by its duration, by a packet that ends early. It cannot be known of a
+fragmented MP4 or a live WebM that was cut exactly between two fragments or elements, if it gives no
+duration.
 
 Nothing but the given bytes is read: the container's reader is chosen here and may open no other
-file or address. Knows nothing of models and requests. Every failure is `Refused`."""
+file or address. Knows nothing of models. Every failure is `Refused`."""
 
-import io
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+import importlib.util
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from vitrail.config.finding import Finding, Refused
 from vitrail.vision.image import DecodedImage, ImageLimits, from_array
 from vitrail.vision.preprocess import even_frames
+from vitrail.vision.video_container import promised_bytes, reader_of
+from vitrail.vision.video_process import Bounds, Ended, Gone, Process, TimedOut
 
 MAX_SECONDS = 1200
 MAX_FRAMES = 36_000  # decoded for one video: 20 minutes at 30 a second
 MAX_FRAME_PIXELS = 8192 * 4352
-# Frames kept at once: what a request may make a worker hold.
-MAX_KEPT_PIXELS = 512_000_000
+MAX_REQUEST_PIXELS = 512_000_000
+MAX_SECONDS_EACH = 20.0
+MAX_REQUEST_SECONDS = 60.0
+# Of one process; a server runs up to --image-workers of them. An 8-bit frame of the most pixels is
+# 53 MB; a decoder holds up to 17, and one goes out as RGB.
+MEMORY_BYTES = 2 << 30
 
-# First bytes -> FFmpeg's reader. None of these refers to other files unless it is told to.
-_CONTAINERS: tuple[tuple[int, bytes, str], ...] = (
-    (4, b"ftyp", "mov"),
-    (4, b"moov", "mov"),
-    (4, b"mdat", "mov"),
-    (0, b"\x1a\x45\xdf\xa3", "matroska"),
-    (8, b"AVI ", "avi"),
-)
+# By FFmpeg's canonical names: a decoder's own may differ (libdav1d).
 _CODECS = ("h264", "hevc", "vp8", "vp9", "av1", "mpeg4", "mjpeg")
 ACCEPTED = "MP4, MOV, WebM, Matroska or AVI"
-# No reader may go beyond the bytes it was given, and a codec allocates no larger frame.
+# No reader may go beyond the bytes it was given.
 _OPTIONS = {"protocol_whitelist": "none", "enable_drefs": "0"}
+
+T = TypeVar("T")
+
+
+@dataclass(slots=True, kw_only=True)
+class VideoRoom:
+    """What the videos of one request have left, all together: pixels of the frames that are taken,
+    seconds of waiting for decoders. `gone` is set by whoever asked when they leave."""
+
+    gone: threading.Event = field(default_factory=threading.Event)
+    pixels: int = field(default_factory=lambda: MAX_REQUEST_PIXELS)
+    seconds: float = field(default_factory=lambda: MAX_REQUEST_SECONDS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,59 +74,63 @@ class Frame:
     index: int
     count: int
 
-    def decode(
-        self, decoded: dict[int, list[DecodedImage]], limits: ImageLimits, where: str
-    ) -> DecodedImage:
-        """The frame; all frames of its video are decoded once and kept in `decoded`."""
-        key = id(self.video)
-        if key not in decoded:
-            data = self.video if isinstance(self.video, bytes) else _read(self.video, limits, where)
-            decoded[key] = sample(data, self.count, limits, where)
-        return decoded[key][self.index]
+    def all(
+        self, limits: ImageLimits, where: str, room: VideoRoom, take: Callable[[DecodedImage], T]
+    ) -> list[T]:
+        """`sample` of this frame's video: this one is at `index`."""
+        data = self.video if isinstance(self.video, bytes) else _read(self.video, limits, where)
+        return sample(data, self.count, limits, where, room, take)
 
 
-def sample(data: bytes, count: int, limits: ImageLimits, where: str) -> list[DecodedImage]:
-    """`count` frames of the video in an encoded file's bytes, evenly spread, the first and the last
-    among them (`even_frames`). `limits`: bytes of the file, pixels of one frame. Raises `Refused`,
-    with the numbers: too long in bytes, frames, seconds or pixels; a container or codec that is not
-    accepted; a file that is empty, cut off, or does not decode to the end."""
+def sample(
+    data: bytes,
+    count: int,
+    limits: ImageLimits,
+    where: str,
+    room: VideoRoom,
+    take: Callable[[DecodedImage], T],
+) -> list[T]:
+    """What `take` makes of `count` frames of the video in an encoded file's bytes, evenly spread,
+    the first and the last among them (`even_frames`). It is called once for a frame, which is
+    dropped before the next one comes. `limits`: bytes of the file, pixels of one frame. Raises
+    `Refused`, with the numbers: too long in bytes, frames, seconds, pixels or time to decode; a
+    container or codec that is not accepted; a file that is empty, cut off, or does not decode."""
     if len(data) > limits.max_bytes:
         saw, rule = f"a video of {len(data)} bytes", f"at most {limits.max_bytes} bytes"
         raise _refuse(where, saw, rule, "cut or compress it", "video_too_large")
-    av = _pyav(where)
-    with _opened(av, data, where) as container:
-        num_frames = _count(av, container, limits, where, len(data))
-        width, height = container.streams.video[0].width, container.streams.video[0].height
-    wanted = even_frames(num_frames, count)
-    if len(set(wanted)) * width * height > MAX_KEPT_PIXELS:
-        raise _refuse(
-            where,
-            f"{len(set(wanted))} frames of {width} x {height} pixels",
-            f"the frames taken have at most {MAX_KEPT_PIXELS} pixels together",
-            "scale the video down, or take fewer frames",
-            "video_too_large",
-        )
-    with _opened(av, data, where) as container:
-        kept = _decode(av, container, set(wanted), limits, where)
-    if max(wanted) not in kept:
-        last = max(kept, default=-1) + 1
-        saw = f"{num_frames} frames by the file, of which frame {max(wanted)} does not decode"
-        raise _broken(where, f"{saw} (the last that does is {last - 1})")
-    return [kept[i] for i in wanted]
-
-
-def _pyav(where: str) -> Any:
-    try:
-        import av  # pyright: ignore[reportMissingImports]
-    except ImportError as error:
-        raise _refuse(
-            where,
-            "a video, and PyAV is not installed",
-            "videos need the extra 'video'",
-            "pip install 'vitrail[video]', or send pictures",
-            "no_video_decoder",
-        ) from error
-    return av
+    reader = reader_of(data)
+    if reader is None:
+        saw = f"{len(data)} bytes, starting {data[:12].hex() or 'with nothing'}"
+        rule = f"{ACCEPTED}, told by content"
+        raise _refuse(where, saw, rule, "convert it to MP4", "unsupported_video")
+    if promised_bytes(data, reader) > len(data):
+        saw = f"{len(data)} bytes of a file that says it has {promised_bytes(data, reader)}"
+        raise _broken(where, saw)
+    if importlib.util.find_spec("av") is None:
+        saw, change = "a video, and PyAV is not installed", "pip install 'vitrail[video]'"
+        rule = "videos need the extra 'video'"
+        raise _refuse(where, saw, rule, f"{change}, or send pictures", "no_video_decoder")
+    bounds = Bounds(
+        memory_bytes=MEMORY_BYTES + len(data),
+        seconds=min(MAX_SECONDS_EACH, room.seconds),
+        max_frames=MAX_FRAMES,
+        max_pixels=min(limits.max_pixels, MAX_FRAME_PIXELS),
+    )
+    with Process(data, reader, _OPTIONS, bounds, room.gone) as process:
+        video = _Video(process, bounds, where, len(data))
+        try:
+            return video.frames(count, limits, room, take)
+        except TimedOut as error:
+            raise _slow(where, bounds) from error
+        except Ended as error:
+            raise _broken(where, f"{len(data)} bytes whose decoder ended with {error}") from error
+        except Gone as error:
+            saw = "a client that has left"
+            raise _refuse(
+                where, saw, "a request is waited for", "ask again", "cancelled"
+            ) from error
+        finally:
+            room.seconds -= process.waited
 
 
 def _read(path: Path, limits: ImageLimits, where: str) -> bytes:
@@ -115,123 +143,146 @@ def _read(path: Path, limits: ImageLimits, where: str) -> bytes:
         raise _refuse(where, saw, "a path names a readable file", "check the path") from error
 
 
-@contextmanager
-def _opened(av: Any, data: bytes, where: str) -> Iterator[Any]:
-    """The container with one video stream of an accepted codec."""
-    name = next((n for at, magic, n in _CONTAINERS if data.startswith(magic, at)), None)
-    if name is None:
-        saw = f"{len(data)} bytes, starting {data[:12].hex() or 'with nothing'}"
-        rule = f"{ACCEPTED}, told by content"
-        raise _refuse(where, saw, rule, "convert it to MP4", "unsupported_video")
-    if name == "matroska" and _segment_end(data) > len(data):
-        saw = f"{len(data)} bytes of a file that says it has {_segment_end(data)}"
-        raise _broken(where, saw)
-    try:
-        container = av.open(io.BytesIO(data), format=name, options=dict(_OPTIONS))
-    except _errors(av) as error:
-        saw = f"a {name} file of {len(data)} bytes whose header is broken ({_said(error)})"
-        raise _broken(where, saw) from error
-    with container:
-        if not container.streams.video:
-            raise _broken(where, f"a {name} file of {len(data)} bytes without a video stream")
-        codec = container.streams.video[0].codec_context
-        if codec is None or codec.name not in _CODECS:
-            saw = f"a video of codec {None if codec is None else codec.name!r}"
-            rule = f"one of {', '.join(_CODECS)}"
-            raise _refuse(where, saw, rule, "convert it to H.264", "unsupported_video")
-        yield container
+@dataclass(slots=True)
+class _Video:
+    """What a process says of one video, held against the limits."""
+
+    process: Process
+    bounds: Bounds
+    where: str
+    num_bytes: int
+
+    def frames(
+        self,
+        count: int,
+        limits: ImageLimits,
+        room: VideoRoom,
+        take: Callable[[DecodedImage], T],
+    ) -> list[T]:
+        """As `sample`."""
+        header = self._said("opened")
+        self._check_header(header)
+        num_frames, paid = self._count(header), room.pixels
+        while True:
+            room.pixels = paid
+            wanted = even_frames(num_frames, count)
+            self._check_room(len(set(wanted)), header["width"], header["height"], room)
+            self.process.want(sorted(set(wanted)))
+            taken: dict[int, T] = {}
+            while (told := self._said("frame", "ended"))["kind"] == "frame":
+                pixels = self._pixels(told, room)
+                taken[told["index"]] = take(from_array(pixels, limits, self.where))
+            if taken.keys() >= set(wanted):
+                return [taken[i] for i in wanted]
+            if not 0 < told["frames"] < num_frames:
+                saw = f"{self.num_bytes} bytes of {num_frames} frames, of which"
+                raise _broken(self.where, f"{saw} {told['frames']} decode")
+            num_frames = told["frames"]
+
+    def _said(self, *kinds: str) -> dict[str, Any]:
+        """The next message, of one of these kinds; `Refused` for what FFmpeg could not read."""
+        told = self.process.message()
+        if told["kind"] == "failed":
+            stages = {
+                "open": "whose header is broken",
+                "count": "that end or break before the last frame",
+                "decode": "of which a frame does not decode",
+            }
+            saw = f"{self.num_bytes} bytes {stages[told['stage']]} ({told['said']})"
+            raise _broken(self.where, saw)
+        if told["kind"] not in kinds:
+            raise RuntimeError(f"the video process said {told} where {kinds} was due")
+        return told
+
+    def _check_header(self, header: dict[str, Any]) -> None:
+        if not header["streams"]:
+            raise _broken(self.where, f"a file of {self.num_bytes} bytes without a video stream")
+        if header["codec"] not in _CODECS:
+            saw, rule = f"a video of codec {header['codec']!r}", f"one of {', '.join(_CODECS)}"
+            raise _refuse(self.where, saw, rule, "convert it to H.264", "unsupported_video")
+        self._check_size(header["width"], header["height"])
+        seconds = header["seconds"]
+        if seconds is not None and seconds > MAX_SECONDS:
+            saw, rule = f"a video of {seconds:.0f} seconds", f"at most {MAX_SECONDS} seconds"
+            raise _refuse(self.where, saw, rule, "cut it", "video_too_large")
+        self._check_frames(header["frames"])
+
+    def _count(self, header: dict[str, Any]) -> int:
+        """Frames by their packets. A file that ends before its header says is refused."""
+        counted = self._said("counted")
+        frames, seconds = counted["frames"], header["seconds"]
+        self._check_frames(frames)
+        # A Matroska file's duration counts from 0, whenever its first frame comes.
+        start = 0.0 if self.process.reader == "matroska" else header["start"]
+        shown = max(0.0, counted["end"] - start)
+        short = seconds is not None and shown < seconds - max(0.5, 0.02 * seconds)
+        if not frames or short or counted["is_cut"]:
+            cut = ", others cut off" if counted["is_cut"] else ""
+            has = f"{frames} frames{cut}, {shown:.1f} seconds of {seconds or 0:.1f}"
+            raise _broken(self.where, f"{self.num_bytes} bytes that hold {has}")
+        return frames
+
+    def _pixels(self, told: dict[str, Any], room: VideoRoom) -> np.ndarray:
+        """A frame as it was sent -> RGB [height, width, 3], upright; it is paid from `room`, which
+        a later frame may find too small: a stream may change its size."""
+        width, height, stride = told["width"], told["height"], told["stride"]
+        self._check_size(width, height)
+        self._check_room(1, width, height, room)
+        room.pixels -= width * height
+        assert 3 * width <= stride <= 3 * width + 4096, "rows are padded for vector registers only"
+        rows = np.frombuffer(self.process.payload(stride * height), np.uint8)
+        pixels = rows.reshape(height, stride)[:, : 3 * width].reshape(height, width, 3)
+        turned = upright(pixels, told["matrix"])
+        if turned is None:
+            saw = f"frames with the display matrix {told['matrix']}"
+            rule = "a display matrix turns by quarters, and mirrors"
+            raise _refuse(self.where, saw, rule, "encode it upright", "unsupported_video")
+        return turned
+
+    def _check_room(self, num_frames: int, width: int, height: int, room: VideoRoom) -> None:
+        if num_frames * width * height > room.pixels:
+            before = MAX_REQUEST_PIXELS - room.pixels
+            saw = (
+                f"{num_frames} frames of {width} x {height} pixels after {before} pixels of others"
+            )
+            rule = f"the frames of a request have at most {MAX_REQUEST_PIXELS} pixels together"
+            change = "scale the videos down, or send fewer"
+            raise _refuse(self.where, saw, rule, change, "video_too_large")
+
+    def _check_frames(self, frames: int) -> None:
+        if frames > MAX_FRAMES:
+            saw, rule = f"at least {frames} frames", f"at most {MAX_FRAMES} frames"
+            change = "cut the video, or lower its rate"
+            raise _refuse(self.where, saw, rule, change, "video_too_large")
+
+    def _check_size(self, width: int, height: int) -> None:
+        most = self.bounds.max_pixels
+        if width * height > most:
+            saw = f"frames of {width} x {height} = {width * height} pixels"
+            rule = f"at most {most} pixels"
+            raise _refuse(self.where, saw, rule, "scale the video down", "video_too_large")
 
 
-def _segment_end(data: bytes) -> int:
-    """Where a Matroska file's segment ends by its header; 0 where it does not say. Its reader takes
-    a file that ends before that for whole."""
-    at = data.find(b"\x18\x53\x80\x67", 0, 4096) + 4
-    if at < 4 or at >= len(data) or not data[at]:
-        return 0
-    width = 9 - data[at].bit_length()
-    size = int.from_bytes(data[at : at + width], "big") & ((1 << 7 * width) - 1)
-    return 0 if size == (1 << 7 * width) - 1 else at + width + size
+def upright(pixels: np.ndarray, matrix: list[int] | None) -> np.ndarray | None:
+    """`pixels` [height, width, any] as a display matrix shows them: nine fixed-point numbers by
+    rows, of which the upper left four map (x, y) to (x, y) @ [[a, b], [c, d]] with y downwards
+    (ISO/IEC 14496-12, 6.2.2). Their signs alone count. None for any other turn or shear."""
+    if matrix is None:
+        return pixels
+    a, b, _, c, d = matrix[:5]
+    if a and d and not b and not c:
+        across, down = a, d
+    elif b and c and not a and not d:
+        pixels, across, down = pixels.swapaxes(0, 1), c, b
+    else:
+        return None
+    return pixels[:: 1 if down > 0 else -1, :: 1 if across > 0 else -1]
 
 
-def _count(av: Any, container: Any, limits: ImageLimits, where: str, num_bytes: int) -> int:
-    """Frames of the first video stream, by its packets. A file that ends before its header says is
-    refused."""
-    stream = container.streams.video[0]
-    _check_size(stream.width, stream.height, limits, where)
-    declared = None if container.duration is None else container.duration / av.time_base
-    if declared is not None and declared > MAX_SECONDS:
-        saw, rule = f"a video of {declared:.0f} seconds", f"at most {MAX_SECONDS} seconds"
-        raise _refuse(where, saw, rule, "cut it", "video_too_large")
-    frames, end, shown = 0, 0.0, stream.frames
-    _check_frames(shown, where)
-    try:
-        for packet in container.demux():
-            if packet.size and packet.stream is stream:
-                frames += 1
-                _check_frames(frames, where)
-            if packet.pts is not None and packet.time_base is not None:
-                end = max(end, float((packet.pts + (packet.duration or 0)) * packet.time_base))
-    except _errors(av) as error:
-        saw = f"{num_bytes} bytes that end or break after {frames} frames ({_said(error)})"
-        raise _broken(where, saw) from error
-    start = 0.0 if container.start_time is None else container.start_time / av.time_base
-    short = declared is not None and end - start < declared - max(0.5, 0.02 * declared)
-    if not frames or frames < shown or short:
-        says = f"{shown} frames" if shown else f"{declared or 0:.1f} seconds"
-        has = f"{frames} frames, {max(0.0, end - start):.1f} seconds"
-        raise _broken(where, f"{num_bytes} bytes that hold {has} of {says}")
-    return frames
-
-
-def _decode(
-    av: Any, container: Any, wanted: set[int], limits: ImageLimits, where: str
-) -> dict[int, DecodedImage]:
-    """The wanted frames that can be decoded, by index."""
-    stream = container.streams.video[0]
-    stream.thread_type = "NONE"
-    stream.codec_context.options = {"max_pixels": str(min(limits.max_pixels, MAX_FRAME_PIXELS))}
-    kept: dict[int, DecodedImage] = {}
-    last = max(wanted)
-    try:
-        for index, frame in enumerate(container.decode(stream)):
-            if index in wanted:
-                _check_size(frame.width, frame.height, limits, where)
-                kept[index] = from_array(_upright(frame), limits, where)
-            if index == last:
-                break
-    except _errors(av) as error:
-        saw = f"frames that decode up to {max(kept, default=-1)} of {last} ({_said(error)})"
-        raise _broken(where, saw) from error
-    return kept
-
-
-def _upright(frame: Any) -> np.ndarray:
-    """RGB, turned as the file's display matrix says."""
-    pixels = frame.to_ndarray(format="rgb24")
-    return np.ascontiguousarray(np.rot90(pixels, round(frame.rotation / 90) % 4))
-
-
-def _errors(av: Any) -> tuple[type[Exception], ...]:
-    """What PyAV raises for bytes that it cannot read."""
-    return (av.FFmpegError, OSError, ValueError, EOFError, MemoryError)
-
-
-def _said(error: BaseException) -> str:
-    return " ".join(str(error).split())[:120] or type(error).__name__
-
-
-def _check_frames(frames: int, where: str) -> None:
-    if frames > MAX_FRAMES:
-        saw, rule = f"at least {frames} frames", f"at most {MAX_FRAMES} frames"
-        raise _refuse(where, saw, rule, "cut the video, or lower its rate", "video_too_large")
-
-
-def _check_size(width: int, height: int, limits: ImageLimits, where: str) -> None:
-    most = min(limits.max_pixels, MAX_FRAME_PIXELS)
-    if width * height > most:
-        saw = f"frames of {width} x {height} = {width * height} pixels"
-        rule = f"at most {most} pixels"
-        raise _refuse(where, saw, rule, "scale the video down", "video_too_large")
+def _slow(where: str, bounds: Bounds) -> Refused:
+    saw = f"a video that is not decoded after {bounds.seconds:.3g} seconds"
+    rule = f"at most {MAX_SECONDS_EACH:g} seconds a video, {MAX_REQUEST_SECONDS:g} a request"
+    return _refuse(where, saw, rule, "cut it, scale it down or lower its rate", "video_too_slow")
 
 
 def _broken(where: str, saw: str) -> Refused:

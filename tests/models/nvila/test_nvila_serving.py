@@ -165,9 +165,10 @@ def test_kimi_takes_a_video_as_its_frames(llms: dict[str, LLM]) -> None:
 
 
 def pictures_of(limits: Any, count: int) -> list[np.ndarray]:
-    from vitrail.vision.video import sample
+    from vitrail.vision.video import VideoRoom, sample
 
-    return [frame.pixels for frame in sample(encoded(count), 8, limits, "video")]
+    data = encoded(count)
+    return sample(data, 8, limits, "video", VideoRoom(), lambda frame: frame.pixels)
 
 
 def test_the_offline_api_takes_paths_and_frames(llms: dict[str, LLM], tmp_path: Path) -> None:
