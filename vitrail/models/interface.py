@@ -41,8 +41,8 @@ class Model(Protocol):
         ...
 
     def embed(self, token_ids: Int[Tensor, "T"]) -> Float[Tensor, "T M"]:
-        """Token embeddings. At image positions the id may lie beyond the vocabulary, where a model's
-        image token does; the row it gets is replaced."""
+        """Token embeddings. At image positions the id may lie beyond the vocabulary, where the
+        image token may; the row it gets is replaced."""
         ...
 
     def forward(self, hidden: Float[Tensor, "T M"], ctx: ForwardContext) -> Float[Tensor, "T M"]:
