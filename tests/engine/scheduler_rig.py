@@ -140,7 +140,7 @@ class PaperDevice:
 
     def _check_plan(self, plan: StepPlan, inputs: StepInputs) -> None:
         rows = (*plan.prefills, *plan.decodes)
-        assert rows or plan.encodes, "an empty step"
+        assert rows or plan.encodes or plan.drop_entries, "an empty step"
         assert len({r.slot for r in rows}) == len({r.seq for r in rows}) == len(rows)
         assert sum(r.length for r in rows) <= self._chunk
         assert sum(r.length for r in plan.prefills) == len(inputs.token_ids) == len(inputs.next_ids)
@@ -177,6 +177,7 @@ class PaperDevice:
                 assert found == [sequence_id(identity, i) for i in range(job.sequences)]
                 self.encoded[identity] = self.encoded.get(identity, 0) + 1
                 self.entries[job.entry] = (identity, job.num_tokens)
+        assert len(self.parts) <= 1, "parts of two pictures at once"
         tokens = sum(n for _, n in self.entries.values())
         self.max_entry_tokens = max(self.max_entry_tokens, tokens)
         patches = sum(j.num_patches for j in plan.encodes)

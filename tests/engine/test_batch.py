@@ -1,6 +1,7 @@
 """A step's layout (positions, cache slots, tables, sampled rows) against a loop over tokens."""
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -9,6 +10,7 @@ from vitrail.attention.plan import PlanLimits, make_table
 from vitrail.cache.kv_pool import KvPool
 from vitrail.config.hardware import CPU
 from vitrail.engine.batch import BatchBuilder
+from vitrail.engine.runner import _prompt_logprobs
 from vitrail.engine.step import SequenceStep, StepInputs, StepPlan
 
 DEVICE = torch.device("cpu")
@@ -104,3 +106,12 @@ def test_an_empty_step_has_empty_tensors():
     )
     assert batch.token_ids.shape == (0,)
     assert batch.context.prefill is batch.context.decode is None
+
+
+def test_an_image_token_beyond_the_vocabulary_has_no_logprob() -> None:
+    logits = torch.randn((3, 7), generator=torch.Generator().manual_seed(0))
+    rows = _prompt_logprobs(logits, [4, 7, -1], 2)
+    assert [row.token_id for row in rows] == [4, 7]
+    assert rows[0].logprob == pytest.approx(float(logits[0].log_softmax(-1)[4]))
+    assert rows[1].logprob is None
+    assert rows[1].top[0][0] == int(logits[1].argmax())

@@ -130,3 +130,21 @@ def test_a_hub_id_is_found_in_the_hubs_cache_without_a_network(tmp_path: Path):
     found, refused = done.stdout.split("\n", 1)
     assert found == f"{commit} KimiVLForConditionalGeneration"
     assert "'org/other': no such folder" in refused
+
+
+def test_the_revision_sees_the_sub_folders_of_the_architecture_and_no_other(tmp_path: Path):
+    """Others may be large, or not to be read at all."""
+    (tmp_path / "llm").mkdir()
+    (tmp_path / "llm" / "config.json").write_text("{}")
+    (tmp_path / "config.json").write_text('{"architectures": ["LlavaLlamaModel"]}')
+    seen = [open_checkpoint(str(tmp_path)).revision]
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "huge.json").symlink_to(tmp_path / "nowhere")
+    seen.append(open_checkpoint(str(tmp_path)).revision)
+    assert seen[0] == seen[1]
+    (tmp_path / "llm" / "config.json").write_text('{"a": 1}')
+    assert open_checkpoint(str(tmp_path)).revision != seen[0]
+    (tmp_path / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
+    text = open_checkpoint(str(tmp_path)).revision
+    (tmp_path / "llm" / "config.json").write_text('{"a": 2}')
+    assert open_checkpoint(str(tmp_path)).revision == text

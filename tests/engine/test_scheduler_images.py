@@ -95,8 +95,8 @@ def test_a_request_without_tokens_left_in_the_step_takes_no_picture():
     rig.run()  # the device asserts that what is encoded is read
     rig.check_outputs()
     assert rig.outputs["b"][0].cached_tokens == 10
-    assert [r.length for r in rig.plans[4].prefills] == [9]
-    assert rig.plans[4].encodes == ()
+    assert [r.length for r in rig.plans[5].prefills] == [9]
+    assert rig.plans[5].encodes == ()
 
 
 def test_c16_a_preempted_picture_request_resumes():

@@ -173,3 +173,55 @@ def test_anything_at_any_moment(seed: int) -> None:
             rig.step()
     rig.run()
     rig.check_outputs()
+
+
+def late_elders() -> tuple[Rig, list[str]]:
+    """Requests of a group wait for their leader and are older than whoever came meanwhile: they
+    come to their pictures when a younger one has begun its own."""
+    rig = Rig(Setting(encoder_patches=18, num_pages=300, max_running=8, max_step_tokens=40))
+    rig.add(chat("leader", 60, group="g", max_tokens=2))
+    rig.add(*(chat(f"m{i}", 3, (i, 9, 4), group="g", max_tokens=2) for i in range(3)))
+    rig.step()
+    rig.add(chat("young", (9, 9, 7), 2, max_tokens=2))
+    return rig, ["leader", "m0", "m1", "m2", "young"]
+
+
+def test_one_picture_is_begun_at_a_time() -> None:
+    """What the device keeps of begun pictures is bounded by one of the largest."""
+    rig, names = late_elders()
+    begun: list[int] = []
+    while not rig.scheduler.idle:
+        rig.step()
+        begun.append(len(rig.device.parts))
+    rig.check_outputs()
+    assert max(begun) == 1
+    assert all(rig.reason(name) is FinishReason.LENGTH for name in names)
+
+
+def test_while_one_is_begun_another_that_fits_whole_may_be_encoded() -> None:
+    rig = Rig(Setting(encoder_patches=54, num_pages=100, max_step_tokens=64))
+    rig.add(chat("a", (1, 9, 4)), chat("b", (2, 9, 2)), chat("c", (3, 9, 5)))
+    rig.run()
+    rig.check_outputs()
+    jobs = [[(j.first, j.count) for j in plan.encodes] for plan in rig.plans if plan.encodes]
+    assert jobs == [[(0, 3)], [(3, 1), (0, 2)], [(0, 3)], [(3, 2)]]
+
+
+@pytest.mark.parametrize("after", [1, 2, 3])
+def test_an_aborted_picture_leaves_the_device_though_nothing_comes_after(after: int) -> None:
+    """Its parts are dropped by a step that does nothing else."""
+    rig = Rig(Setting(encoder_patches=18, num_pages=100))
+    rig.add(chat("a", (1, 9, 5)))
+    for _ in range(after):
+        rig.step()
+    assert rig.device.parts
+    rig.abort("a")
+    while rig.flights:
+        rig.absorb()
+    assert not rig.scheduler.idle
+    rig.run()
+    assert not rig.device.parts
+    last = rig.plans[-1]
+    assert last.drop_entries
+    assert not (*last.prefills, *last.decodes, *last.encodes)
+    assert rig.scheduler.schedule() is None

@@ -13,7 +13,7 @@ from vitrail import LLM, SamplingParams
 from vitrail.config.finding import Finding, Refused
 from vitrail.engine.checkpoint import Checkpoint, open_checkpoint
 from vitrail.models.gguf import LLAMA3 as LLAMA3_WORDS
-from vitrail.models.gguf import published_config
+from vitrail.models.gguf import ROPE_FACTORS, published_config
 from vitrail.weights.gguf import GgufFile, GgufTensors
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "text_models"
@@ -183,3 +183,20 @@ def test_a_broken_file_is_refused_when_it_is_opened(tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-300])
     with pytest.raises(Refused, match="cut short"):
         LLM(path, device="cpu")
+
+
+@pytest.mark.parametrize(
+    ("values", "kind", "says"),
+    [
+        (np.ones(4097, np.float32), "F32", r"F32 of shape \(4097,\)"),
+        (np.ones((2, 8), np.float32), "F32", r"F32 of shape \(2, 8\)"),
+        (np.ones(32, np.float32), "Q8_0", r"Q8_0 of shape \(32,\)"),
+    ],
+)
+def test_frequency_factors_that_no_head_has_are_refused_unread(
+    values: np.ndarray, kind: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write(tmp_path / "a.gguf", LLAMA, {ROPE_FACTORS: values}, {ROPE_FACTORS: kind})
+    monkeypatch.setattr(GgufTensors, "get", lambda *_: pytest.fail("it was read"))
+    with pytest.raises(Refused, match=says):
+        open_checkpoint(str(path))

@@ -220,3 +220,9 @@ def test_a_vocabulary_without_a_rare_byte_refuses_the_texts_that_need_it() -> No
 
 def test_a_tokenizer_is_one_of_ours() -> None:
     assert isinstance(READ["smollm"], Tokenizer)
+
+
+def test_a_file_that_begins_texts_with_a_token_it_does_not_name_is_refused() -> None:
+    with pytest.raises(Refused, match="add_bos_token: true, and no"):
+        read("llama-bpe", add_bos_token=True, bos_token_id=None)
+    read("llama-bpe", add_bos_token=False, bos_token_id=None)

@@ -311,3 +311,40 @@ def test_without_the_package_only_blocks_are_refused(
     (finding,) = caught.value.findings
     assert finding.code == "missing_package"
     assert "Q8_0" in finding.saw
+
+
+def array(kind: int, count: int, data: bytes) -> bytes:
+    return string(b"some.array") + struct.pack("<IIQ", 9, kind, count) + data
+
+
+def test_an_array_of_bytes_is_no_list(tmp_path: Path) -> None:
+    (tmp_path / "a.gguf").write_bytes(built([array(0, 1000, b"\x07" * 1000)], []))
+    assert opened(tmp_path / "a.gguf").metadata["some.array"] == b"\x07" * 1000
+
+
+@pytest.mark.parametrize(("kind", "width"), [(4, 4), (7, 1), (10, 8), (8, 8)])
+def test_more_listed_values_than_any_vocabulary_are_refused_before_a_list_is_made(
+    kind: int, width: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("vitrail.weights.gguf.MAX_LISTED", 100)
+    for count, held in ((60, True), (101, False)):
+        entry = array(kind, count, bytes(count * width))
+        (tmp_path / "a.gguf").write_bytes(built([entry], []))
+        got = read(tmp_path / "a.gguf")
+        assert isinstance(got, GgufFile) is held
+    assert "101 values" in refused(tmp_path / "a.gguf").saw
+    second = array(kind, 41, bytes(41 * width)).replace(b"some", b"more")
+    (tmp_path / "a.gguf").write_bytes(built([array(4, 60, bytes(240)), second], []))
+    assert "101 values" in refused(tmp_path / "a.gguf").saw, "of all arrays together"
+
+
+def test_e14_a_file_cut_short_while_it_is_read_is_refused(tmp_path: Path) -> None:
+    """A mapped one would end the process."""
+    values = np.arange(1 << 16, dtype=np.float32)
+    path = write(tmp_path / "a.gguf", LLAMA, {"a.weight": values, "b.weight": values})
+    with GgufTensors(opened(path)) as arrays:
+        assert np.array_equal(arrays.get("a.weight"), values)
+        with path.open("r+b") as file:
+            file.truncate(path.stat().st_size - (1 << 17))
+        with pytest.raises(Refused, match=r"a\.gguf: b\.weight: 131\d+ bytes of 262144"):
+            arrays.get("b.weight")

@@ -8,6 +8,7 @@ Unreferenced entries stay, the oldest goes first. An image larger than the whole
 when nothing else is referenced, and is dropped with its last reference: served, never kept."""
 
 from collections import OrderedDict
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -130,6 +131,15 @@ class EncoderCache:
         """Ids that left since the last call, for the next step's `drop_entries`."""
         taken, self._dropped = tuple(self._dropped), []
         return taken
+
+    def drop_again(self, entries: Iterable[int]) -> None:
+        """Ids that were taken for a step which failed: they may not have been dropped."""
+        self._dropped[:0] = entries
+
+    @property
+    def has_dropped(self) -> bool:
+        """Whether `take_dropped` has something to give: memory that nobody needs is still held."""
+        return bool(self._dropped)
 
     def check(self) -> None:
         """Sizes add up, idle is what has no users, and only a lone image exceeds the budget."""

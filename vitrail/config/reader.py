@@ -11,6 +11,7 @@ from vitrail.config.finding import Finding, Refused
 T = TypeVar("T", int, float, str, bool)
 Json = dict[str, object]
 _MISSING = object()
+MAX_INT = 2**63 - 1  # what a tensor's size, an id or an offset can be
 
 
 def load_json(path: Path) -> Json:
@@ -31,8 +32,8 @@ def load_json(path: Path) -> Json:
         raise refuse(f"no such file in {path.parent}")
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise refuse(f"not JSON ({error})") from error
+    except (ValueError, RecursionError) as error:  # also a number or a nesting without end
+        raise refuse(f"not JSON that we read ({error})") from error
     if not isinstance(value, dict):
         raise refuse(f"a {type(value).__name__}")
     return cast(Json, value)
@@ -59,7 +60,8 @@ class Keys:
         return self._data.get(key) is not None
 
     def take(self, key: str, kind: type[T], default: T | None = None) -> T:
-        """`key` as `kind` (an int is accepted for a float; a bool is never an int). A missing or
+        """`key` as `kind` (an int is accepted for a float; a bool is never an int; ints
+        are of 64 bits). A missing or
         null key gives `default`; without one, a finding and the type's zero."""
         self._seen.add(key)
         value = self._data.get(key, _MISSING)
@@ -73,17 +75,27 @@ class Keys:
                 )
                 return kind()
             return default
+        if not self._fits(key, value):
+            return kind()
         if kind is float and isinstance(value, int) and not isinstance(value, bool):
             return kind(value)
         if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
             self._find(
                 key,
-                f"{value!r}, a {type(value).__name__}",
+                f"{value!r:.80}, a {type(value).__name__}",
                 f"the key must be a {kind.__name__}",
                 "restore it from the published config.json",
             )
             return kind()
         return value
+
+    def _fits(self, key: str, value: object) -> bool:
+        """Whether an integer is of 64 bits; a finding if not."""
+        if isinstance(value, int) and abs(value) > MAX_INT:
+            rule = f"an integer is at most {MAX_INT} either way"
+            self._find(key, f"{value!r:.80}", rule, "restore it from the published config.json")
+            return False
+        return True
 
     def take_optional(self, key: str, kind: type[T]) -> T | None:
         """`key` as `kind`, or None where it is missing or null."""
@@ -100,8 +112,8 @@ class Keys:
             return ()
         items = cast(list[object], value) if isinstance(value, list) else [value]
         if all(isinstance(i, int) and not isinstance(i, bool) for i in items):
-            return tuple(cast(list[int], items))
-        self._find(key, f"{value!r}", "an int or a list of ints", "restore the published value")
+            return tuple(cast(list[int], items)) if all(self._fits(key, i) for i in items) else ()
+        self._find(key, f"{value!r:.80}", "an int or a list of ints", "restore the published value")
         return ()
 
     def take_strings(self, key: str) -> tuple[str, ...]:
@@ -139,7 +151,7 @@ class Keys:
         if key in self._data and self._data[key] not in allowed:
             self._find(
                 key,
-                f"{self._data[key]!r}",
+                f"{self._data[key]!r:.80}",
                 f"only {' or '.join(repr(a) for a in allowed)} is implemented",
                 "use a checkpoint without it, or add it to the model",
                 "unsupported_config",

@@ -11,7 +11,6 @@ import time
 from collections.abc import Sequence
 from typing import NamedTuple, cast
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -33,11 +32,13 @@ from vitrail.engine.batch import BatchBuilder
 from vitrail.engine.checkpoint import Checkpoint
 from vitrail.engine.encode import ImageEncoder
 from vitrail.engine.engine import Engine
+from vitrail.engine.measure import run_worst_steps
 from vitrail.engine.prepare import ServingFacts
 from vitrail.engine.runner import Runner, RunnerParts
 from vitrail.engine.sampler import Sampler
 from vitrail.engine.scheduler import Scheduler, SchedulerLimits
-from vitrail.models.interface import ImageModel, ImageShape, Model, ModelEntry
+from vitrail.layers.linear import torch_dtype
+from vitrail.models.interface import ImageModel, Model, ModelEntry
 from vitrail.models.registry import find, load_entry, load_gguf_entry
 from vitrail.vision.preprocess import ImageProcessor
 from vitrail.weights import headers, load
@@ -87,7 +88,8 @@ def build_engine(
     patches = _encoder_patches(config, model_config, processor)
     image_plans = _image_plans(config, model, model_config.vision, dtype, patches, hardware)
     _load(config, entry, model_config, model, checkpoint, device, progress)
-    peak = _measure_encoder(model, image_plans, model_config, patches, device)
+    largest = None if processor is None else processor.max_patches
+    peak = _measure_encoder(model, image_plans, model_config, dtype, patches, largest, device)
     sizes = _sizes(config, model_config, _specs(config, model), patches, device, peak)
     engine = _assemble(config, model_config, model, sizes, image_plans, device)
     log.info(
@@ -226,31 +228,25 @@ def _load(
     load.load(plan, module, source, device, progress)
 
 
-@torch.inference_mode()
 def _measure_encoder(
-    model: Model, plans: PlanTable, config: ModelConfig, patches: int, device: torch.device
+    model: Model,
+    plans: PlanTable,
+    config: ModelConfig,
+    dtype: DType,
+    patches: int,
+    largest: int | None,
+    device: torch.device,
 ) -> int:
-    """Bytes that the tower takes beyond its weights when it runs at the budget. Not measured on a
-    CPU, where the pages' size does not depend on it."""
+    """Bytes that encoding takes beyond weights and finished pictures in the worst step within the
+    budget, features of a begun picture included. Not measured on a CPU, where the pages' size does
+    not depend on it. `largest`: patches of the largest picture, None if no processor says."""
     if config.vision is None or device.type == "cpu":
         return 0
     assert isinstance(model, ImageModel), f"{config.architecture} with a tower"
-    rules = config.vision.rules
-    side = rules.tile or rules.merge
-    if rules.tile is None:
-        grids = [(side, max(side, patches // side // side * side))]
-    else:
-        grids = [(side, side)] * (patches // side**2)
-    count = sum(height * width for height, width in grids)
-    features = 3 * rules.patch_size**2
-    noise = np.random.default_rng(0).integers(0, 256, (count, features), np.uint8)
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
-    rows = model.encode_patches(torch.from_numpy(noise).to(device), grids, plans)
-    model.project_images(rows, [ImageShape(*grid) for grid in grids])
-    tiles = len(grids) - rules.num_sequences((0, 0))
-    if rules.scales and tiles > 0:  # one picture of all scales takes more than single tiles
-        model.project_images(rows, [ImageShape(side, side, (1, tiles))])
+    kind = torch_dtype(dtype)
+    run_worst_steps(model, plans, config.vision, kind, patches, largest, device)
     peak = torch.cuda.max_memory_allocated(device) - before
     torch.cuda.empty_cache()
     return peak

@@ -10,9 +10,11 @@ from blake3 import blake3
 from vitrail.config.finding import Finding, Refused, accept
 from vitrail.config.reader import Json, load_json
 from vitrail.models.gguf import ROPE_FACTORS, published_config
+from vitrail.models.registry import ARCHITECTURES
 from vitrail.weights.gguf import SUFFIX, GgufFile, GgufTensors, read
 
 FETCHED = ("*.json", "*.safetensors", "*.jinja", "tiktoken.model", "tokenizer.model")
+MAX_FACTORS = 4096  # rotary frequencies of a head
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +62,7 @@ def open_checkpoint(model: str, revision: str | None = None) -> Checkpoint:
         architecture=names[0],
         config=config,
         generation=generation,
-        revision=_revision(folder),
+        revision=_revision(folder, names[0]),
     )
 
 
@@ -80,10 +82,7 @@ def _only(files: list[Path]) -> Path:
 
 def _open_gguf(path: Path) -> Checkpoint:
     file = accept(read(path))
-    factors = None
-    if ROPE_FACTORS in file.headers.tensors:
-        with GgufTensors(file) as arrays:
-            factors = cast(list[float], arrays.get(ROPE_FACTORS).ravel().tolist())
+    factors = _rope_factors(file)
     config = accept(published_config(file.metadata, file.headers.tensors, factors))
     stat = path.stat()
     digest = blake3(file.digest)
@@ -98,11 +97,34 @@ def _open_gguf(path: Path) -> Checkpoint:
     )
 
 
-def _revision(folder: Path) -> bytes:
+def _rope_factors(file: GgufFile) -> list[float] | None:
+    """Values of the file's `ROPE_FACTORS`, None where it has none. Raises `Refused`, before a value
+    is read, for more than any head can have."""
+    header = file.headers.tensors.get(ROPE_FACTORS)
+    if header is None:
+        return None
+    kind = file.kinds[ROPE_FACTORS].name
+    if kind != "F32" or len(header.shape) != 1 or header.shape[0] > MAX_FACTORS:
+        raise Refused(
+            Finding(
+                where=f"{file.path.name}: {ROPE_FACTORS}",
+                saw=f"{kind} of shape {header.shape}",
+                rule=f"F32 of one dimension, at most {MAX_FACTORS} long",
+                change="use a file as llama.cpp's converter writes it",
+                code="unsupported_config",
+            )
+        )
+    with GgufTensors(file) as arrays:
+        return cast(list[float], arrays.get(ROPE_FACTORS).tolist())
+
+
+def _revision(folder: Path, architecture: str) -> bytes:
     """A digest of the names, sizes and times of the weights and of the small files' contents, in
-    the folder and in its sub-folders."""
+    the folder and in the sub-folders that the architecture has."""
     digest = blake3()
-    inner = sorted(path for path in folder.iterdir() if path.is_dir())
+    row = ARCHITECTURES.get(architecture)
+    named = () if row is None else row.folders
+    inner = sorted(folder / name for name in named if (folder / name).is_dir())
     for path in (p for place in (folder, *inner) for p in sorted(place.iterdir())):
         name = str(path.relative_to(folder))
         if path.suffix == ".json":

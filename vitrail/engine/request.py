@@ -222,10 +222,11 @@ class FinishReason(StrEnum):
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, kw_only=True):
-    """Natural-log probability of `token_id`, and the likeliest (id, logprob), best first."""
+    """Natural-log probability of `token_id` (None for an image token beyond the vocabulary, which
+    has no logit), and the likeliest (id, logprob), best first."""
 
     token_id: int
-    logprob: float
+    logprob: float | None
     top: list[tuple[int, float]]
 
 

@@ -10,6 +10,7 @@ Legend: T packed tokens, S sampled rows, V vocabulary."""
 from dataclasses import dataclass
 
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 
 from vitrail.attention.plan import PlanTable
@@ -135,14 +136,15 @@ class Runner:
 
 
 def _prompt_logprobs(logits_TV: Tensor, next_ids: list[int], top: int) -> list[TokenLogprob]:
-    """For each position whose next prompt token is known, its logprob and the likeliest. An image
-    token beyond the vocabulary, which no logit belongs to, has that of the last row."""
+    """For each position whose next prompt token is known, its logprob and the likeliest."""
     known = [i for i, token in enumerate(next_ids) if token >= 0]
     if not known:
         return []
-    ids = torch.tensor(next_ids, device=logits_TV.device).clamp(0, logits_TV.shape[1] - 1)
+    vocab = logits_TV.shape[1]
+    ids = torch.tensor(next_ids, device=logits_TV.device).clamp(0, vocab - 1)
     rows = row_logprobs(logits_TV, ids, known, [top] * len(known))
-    return rows.read([next_ids[i] for i in known])
+    read = rows.read([next_ids[i] for i in known])
+    return [row if row.token_id < vocab else replace(row, logprob=None) for row in read]
 
 
 class Launched:

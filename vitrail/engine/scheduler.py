@@ -14,7 +14,7 @@ from itertools import pairwise
 
 from msgspec.structs import replace
 
-from vitrail.cache.encoder import EncoderCache, EncoderEntry
+from vitrail.cache.encoder import EncoderCache, EncoderEntry, EntryState
 from vitrail.cache.manager import CacheUsage, Manager
 from vitrail.cache.page_keys import PageKeys
 from vitrail.config.finding import Refused
@@ -67,8 +67,7 @@ class _Flight:
 @dataclass(slots=True, eq=False)
 class _Step:
     """What `schedule` knows of the step at hand. `tokens` are left. `images_wait`: an image did not
-    fit, so nobody behind it takes another one: the room that it needs is not taken from under it.
-    `done`: references whose span ends in this step."""
+    fit, so nobody behind it takes the room it needs. `done`: references that end in this step."""
 
     tokens: int
     draft: StepDraft = field(default_factory=StepDraft)
@@ -97,7 +96,7 @@ class Scheduler:
         self._groups = Groups()
         self._slots = list(range(limits.max_running))
         self._flights: deque[_Flight] = deque()
-        self._redrop: tuple[int, ...] = ()  # drops of failed steps, which may not have happened
+        self._begun: EncoderEntry | None = None  # encoded in part: no more than one at a time
         self._arrivals = 0
         self._handles = 0
         self._plans = 0
@@ -114,8 +113,8 @@ class Scheduler:
 
     @property
     def idle(self) -> bool:
-        """Nothing is left to schedule or to absorb."""
-        return not self._requests and not self._flights
+        """Nothing is left to schedule, to absorb or to drop."""
+        return not (self._requests or self._flights or self._encoder.has_dropped)
 
     def cache_usage(self) -> CacheUsage:
         """Pages and prefix hits, for metrics."""
@@ -152,8 +151,7 @@ class Scheduler:
             policy.enqueue(self._waiting, seq)
 
     def abort(self, request_id: str) -> Output | None:
-        """End a request now, wherever it is; what it held is free at once. None if it is unknown or
-        has ended."""
+        """End a request now, wherever it is. None if it is unknown or has ended."""
         seq = self._requests.get(request_id)
         return None if seq is None else self._end(seq, FinishReason.ABORT)
 
@@ -168,12 +166,11 @@ class Scheduler:
             self._prefill(step, self._waiting.pop(0))
         draft = step.draft
         if not draft.prefills and not draft.decodes and not draft.encodes:
-            # Without results to come nothing would ever change.
             assert self._flights or not self._requests, "requests are stuck"
-            return None
+            if self._flights or not self._encoder.has_dropped:
+                return None
         # Taken before the references below go: an entry dropped by those is read in this step.
-        drops = self._redrop + self._encoder.take_dropped()
-        self._redrop = ()
+        drops = self._encoder.take_dropped()
         for job in draft.encodes:
             if job.is_last:
                 self._encoder.mark_ready(step.encoded[job.entry])
@@ -208,7 +205,7 @@ class Scheduler:
         `ERROR`. Those of later steps that read an image it was to encode start again."""
         flight = next(f for f in self._flights if f.plan is plan)
         self._flights.remove(flight)
-        self._redrop += plan.drop_entries
+        self._encoder.drop_again(plan.drop_entries)
         waited = [seq for entry, seq in flight.readers if entry in flight.encoded]
         handles = dict.fromkeys([*(r.seq for r in (*plan.prefills, *plan.decodes)), *waited])
         outputs = [
@@ -355,19 +352,20 @@ class Scheduler:
         return end
 
     def _claim(self, step: _Step, image: ImageInput) -> EncoderEntry | None:
-        """The entry of `image`, a new one if need be. None: no room, or no budget to begin it. One
-        that is in use anyway takes nothing from who waits."""
+        """The entry of `image`, a new one if need be. None: no room, or no budget to begin it (to
+        end it, while another is begun). One in use anyway takes nothing from who waits."""
         entry = self._encoder.lookup(image.identity)
         if entry is not None and (entry.users or not step.images_wait):
             return entry
-        full = step.patches + image.sequence_patches > self._limits.encoder_patches
-        if step.images_wait or full:
+        begun = self._begun is not None and self._begun.state is EntryState.NEW
+        least = image.sequence_patches * (image.sequences if begun else 1)
+        if step.images_wait or step.patches + least > self._limits.encoder_patches:
             return None
         return self._encoder.admit(image.identity, image.num_tokens)
 
     def _encode(self, step: _Step, entry: EncoderEntry, image: ImageInput) -> bool:
         """As many more sequences of `image` as the step's budget holds; whether it is encoded to
-        its end. Whoever holds an entry goes on with it, since nobody else might."""
+        its end. Whoever holds an entry goes on with it: nobody else might."""
         left = image.sequences - entry.encoded
         if left:
             room = self._limits.encoder_patches - step.patches
@@ -378,7 +376,9 @@ class Scheduler:
                 step.draft.encode(entry.id, image, entry.encoded, count)
                 entry.encoded += count
             if count < left:  # the budget is the oldest picture's
-                step.images_wait = True
+                step.images_wait, self._begun = True, entry
+            elif self._begun is entry:
+                self._begun = None
         return entry.encoded == image.sequences
 
     # Results

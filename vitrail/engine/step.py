@@ -62,9 +62,9 @@ class ImageSlice(msgspec.Struct, frozen=True, gc=False):
 
 class StepPlan(msgspec.Struct, frozen=True):
     """Order of work: drop entries, encode, then one forward pass over [prefills | decodes], which
-    may be empty where there is something to encode. An entry whose encoding failed, or whose step
-    did, is dropped like any other: the runner may not hold it. The last part of an entry is never
-    without a slice of it in the same plan."""
+    may be empty where there is something to encode or to drop. An entry whose encoding failed, or
+    whose step did, is dropped like any other: the runner may not hold it. The last part of an entry
+    is never without a slice of it in the same plan."""
 
     index: int
     prefills: tuple[SequenceStep, ...]

@@ -4,6 +4,7 @@ prefixes.
 
 Legend: T packed tokens, M hidden channels, V vocabulary, N patches, F patch features."""
 
+import math
 from collections.abc import Mapping, Sequence
 
 from jaxtyping import Float, Int
@@ -29,7 +30,17 @@ from vitrail.layers.moe import MoeLayer
 from vitrail.layers.norm import RmsNorm
 from vitrail.layers.rotary import Rotary, make_rotary
 from vitrail.models.bookkeeping import TRAINING, TRANSFORMERS
-from vitrail.models.reading import broken, text_model
+from vitrail.models.reading import (
+    MAX_CHANNELS,
+    MAX_EXPERTS,
+    MAX_HEADS,
+    MAX_LAYERS,
+    MAX_POSITIONS,
+    MAX_VOCAB,
+    broken,
+    sized,
+    text_model,
+)
 from vitrail.weights.mapping import Copy, Experts, Fuse, Ignore, Row, Split, Tie, WeightMap
 from vitrail.weights.sharding import Segment, Shard
 
@@ -133,21 +144,24 @@ def _size_findings(text: TextConfig) -> list[Finding]:
     mla, moe = mla_config(text), text.moe
     assert moe is not None
     sizes = {
-        "vocab_size": text.vocab_size,
-        "hidden_size": text.hidden_size,
-        "num_hidden_layers": text.num_layers,
-        "num_attention_heads": text.num_heads,
-        "intermediate_size": text.intermediate_size,
-        "max_position_embeddings": text.max_position,
-        "kv_lora_rank": mla.kv_lora_rank,
-        "qk_nope_head_dim": mla.qk_nope_head_dim,
-        "qk_rope_head_dim": mla.qk_rope_head_dim,
-        "v_head_dim": mla.v_head_dim,
-        "n_routed_experts": moe.num_experts,
-        "moe_intermediate_size": moe.intermediate_size,
+        "vocab_size": (text.vocab_size, MAX_VOCAB),
+        "hidden_size": (text.hidden_size, MAX_CHANNELS),
+        "num_hidden_layers": (text.num_layers, MAX_LAYERS),
+        "num_attention_heads": (text.num_heads, MAX_HEADS),
+        "intermediate_size": (text.intermediate_size, MAX_CHANNELS),
+        "max_position_embeddings": (text.max_position, MAX_POSITIONS),
+        "kv_lora_rank": (mla.kv_lora_rank, MAX_CHANNELS),
+        "qk_nope_head_dim": (mla.qk_nope_head_dim, MAX_CHANNELS),
+        "qk_rope_head_dim": (mla.qk_rope_head_dim, MAX_CHANNELS),
+        "v_head_dim": (mla.v_head_dim, MAX_CHANNELS),
+        "n_routed_experts": (moe.num_experts, MAX_EXPERTS),
+        "moe_intermediate_size": (moe.intermediate_size, MAX_CHANNELS),
     }
-    rules = [(name, size, "at least 1", size >= 1) for name, size in sizes.items()]
-    rules += [
+    eps, theta, scale = text.rms_eps, text.rope.theta, moe.routed_scaling
+    rules = [
+        ("rms_norm_eps", eps, "above 0 and finite", 0 < eps < math.inf),
+        ("rope_theta", theta, "above 1 and finite", 1 < theta < math.inf),
+        ("routed_scaling_factor", scale, "above 0 and finite", 0 < scale < math.inf),
         ("qk_rope_head_dim", text.rope.dim, "an even number", text.rope.dim % 2 == 0),
         (
             "num_experts_per_tok",
@@ -155,7 +169,12 @@ def _size_findings(text: TextConfig) -> list[Finding]:
             f"1 to n_routed_experts, {moe.num_experts}",
             1 <= moe.top_k <= moe.num_experts,
         ),
-        ("n_shared_experts", moe.num_shared, "at least 0", moe.num_shared >= 0),
+        (
+            "n_shared_experts",
+            moe.num_shared,
+            f"0 to {MAX_EXPERTS}",
+            0 <= moe.num_shared <= MAX_EXPERTS,
+        ),
         (
             "first_k_dense_replace",
             moe.first_moe_layer,
@@ -163,7 +182,7 @@ def _size_findings(text: TextConfig) -> list[Finding]:
             0 <= moe.first_moe_layer <= text.num_layers,
         ),
     ]
-    return broken(rules)
+    return [*sized(sizes), *broken(rules)]
 
 
 def weight_map(config: ModelConfig) -> WeightMap:

@@ -20,7 +20,15 @@ from vitrail.config.reader import Keys
 from vitrail.layers.gqa import gqa_config
 from vitrail.models.bookkeeping import TRAINING, TRANSFORMERS
 from vitrail.models.gguf import ROPE_FACTORS
-from vitrail.models.reading import broken
+from vitrail.models.reading import (
+    MAX_CHANNELS,
+    MAX_HEADS,
+    MAX_LAYERS,
+    MAX_POSITIONS,
+    MAX_VOCAB,
+    broken,
+    sized,
+)
 from vitrail.weights.mapping import Copy, Fuse, Ignore, Row, Tie, WeightMap
 from vitrail.weights.sharding import Replicate, Rule, Segment, Shard
 
@@ -28,6 +36,8 @@ ROWS, COLUMNS = Shard(dim=0), Shard(dim=1)
 
 # The ramp of YaRN where a configuration does not state it (the paper's values).
 BETA_FAST, BETA_SLOW = 32.0, 1.0
+# Turns that are counted: of those below a millionth or above a million no channel is left.
+MIN_BETA, MAX_BETA = 1e-6, 1e6
 
 
 def read_dense(
@@ -67,16 +77,17 @@ def _size_findings(text: TextConfig, stated_head_dim: int | None) -> list[Findin
     """Sizes that no such decoder can have."""
     heads, kv_heads, hidden = text.num_heads, text.num_kv_heads, text.hidden_size
     sizes = {
-        "vocab_size": text.vocab_size,
-        "hidden_size": hidden,
-        "num_hidden_layers": text.num_layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "intermediate_size": text.intermediate_size,
-        "max_position_embeddings": text.max_position,
+        "vocab_size": (text.vocab_size, MAX_VOCAB),
+        "hidden_size": (hidden, MAX_CHANNELS),
+        "num_hidden_layers": (text.num_layers, MAX_LAYERS),
+        "num_attention_heads": (heads, MAX_HEADS),
+        "num_key_value_heads": (kv_heads, MAX_HEADS),
+        "intermediate_size": (text.intermediate_size, MAX_CHANNELS),
+        "max_position_embeddings": (text.max_position, MAX_POSITIONS),
     }
-    least = [(name, size, "at least 1", size >= 1) for name, size in sizes.items()]
-    found = broken(least)
+    if stated_head_dim is not None:
+        sizes["head_dim"] = (stated_head_dim, MAX_CHANNELS)
+    found = sized(sizes)
     if found:
         return found
     divides = stated_head_dim is not None or hidden % heads == 0
@@ -143,8 +154,9 @@ def _read_scaling(keys: Keys) -> tuple[float | None, RopeScaling | None]:
         case "yarn":
             scaling = _read_yarn(keys)
             fast, slow = scaling.beta_fast, scaling.beta_slow
-            ordered = 0 < slow < fast < math.inf
-            rules.append(("beta_fast", fast, f"above beta_slow, {slow}, above 0", ordered))
+            ordered = MIN_BETA <= slow < fast <= MAX_BETA
+            rule = f"above beta_slow, {slow}, both from {MIN_BETA} to {MAX_BETA}"
+            rules.append(("beta_fast", fast, rule, ordered))
             factor = scaling.attention_factor
             rules.append(("attention_factor", factor, "above 0, finite", 0 < factor < math.inf))
         case _:
@@ -154,7 +166,9 @@ def _read_scaling(keys: Keys) -> tuple[float | None, RopeScaling | None]:
         rules.append(("factor", scaling.factor, "at least 1", 1 <= scaling.factor < math.inf))
     if isinstance(scaling, Llama3Scaling | YarnScaling):
         length = scaling.original_max_position
-        rules.append(("original_max_position_embeddings", length, "at least 1", length >= 1))
+        held = 1 <= length <= MAX_POSITIONS
+        rule = f"at least 1 and at most {MAX_POSITIONS}"
+        rules.append(("original_max_position_embeddings", length, rule, held))
     if kind in ("default", "linear", "llama3", "yarn"):
         keys.finish()
     keys.findings += broken((f"rope scaling: {rule[0]}", *rule[1:]) for rule in rules)

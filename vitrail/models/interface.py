@@ -41,7 +41,8 @@ class Model(Protocol):
         ...
 
     def embed(self, token_ids: Int[Tensor, "T"]) -> Float[Tensor, "T M"]:
-        """Token embeddings; ids at image positions may be any id below the vocabulary's size."""
+        """Token embeddings. At image positions the id may lie beyond the vocabulary, where the
+        image token may; the row it gets is replaced."""
         ...
 
     def forward(self, hidden: Float[Tensor, "T M"], ctx: ForwardContext) -> Float[Tensor, "T M"]:

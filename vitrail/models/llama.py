@@ -8,7 +8,7 @@ from vitrail.config.model import DType, GqaConfig, ModelConfig, TextConfig
 from vitrail.config.reader import Keys
 from vitrail.layers.decoder import DenseForCausalLM
 from vitrail.models.dense import gguf_rows, read_dense, text_ignored, text_rows, text_ties
-from vitrail.models.reading import text_model
+from vitrail.models.reading import no_windows, text_model
 from vitrail.weights.mapping import WeightMap
 
 ARCHITECTURE = "LlamaForCausalLM"
@@ -38,7 +38,7 @@ def read_text_config(keys: Keys, tie_default: bool = False) -> TextConfig:
         qkv_bias=bias,
         out_bias=bias,
         mlp_bias=keys.take("mlp_bias", bool, False),
-        windows=(None,) * num_layers,
+        windows=no_windows(num_layers),
     )
     return read_dense(keys, num_layers, gqa, theta_default=THETA, tie_default=tie_default)
 

@@ -9,7 +9,7 @@ from vitrail.config.model import DType, GqaConfig, ModelConfig, TextConfig
 from vitrail.config.reader import Keys
 from vitrail.layers.decoder import DenseForCausalLM
 from vitrail.models.dense import gguf_rows, read_dense, text_ignored, text_rows, text_ties
-from vitrail.models.reading import broken, text_model
+from vitrail.models.reading import MAX_LAYERS, broken, no_windows, text_model
 from vitrail.weights.mapping import WeightMap
 
 ARCHITECTURE = "Qwen2ForCausalLM"
@@ -44,12 +44,15 @@ def _read_windows(keys: Keys, num_layers: int) -> tuple[int | None, ...]:
     from `max_window_layers` on have it, unless `layer_types` names them; without
     `use_sliding_window` none has, whatever the other keys say."""
     types = keys.take_strings("layer_types")
+    if not 1 <= num_layers <= MAX_LAYERS:  # refused with the other sizes
+        keys.ignore(("use_sliding_window", "sliding_window", "max_window_layers"))
+        return ()
     if not keys.take("use_sliding_window", bool, False):
         keys.ignore(("sliding_window", "max_window_layers"))
         rule = f"{num_layers} times {FULL}, since use_sliding_window is false"
         held = not types or types == (FULL,) * num_layers
         keys.findings += broken([("layer_types", _counted(types), rule, held)])
-        return (None,) * num_layers
+        return no_windows(num_layers)
     width = keys.take("sliding_window", int)
     first = keys.take("max_window_layers", int)
     if not types:

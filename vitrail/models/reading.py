@@ -9,6 +9,13 @@ from vitrail.config.model import DType, ModelConfig, TextConfig
 from vitrail.config.reader import Keys
 from vitrail.models.bookkeeping import GENERATION, TRANSFORMERS
 
+# The most of each that a configuration may state: several times what any published model has, so
+# that a few bytes of JSON cannot make a process build without end; a product of any three, in
+# bytes, stays within 64 bits.
+MAX_LAYERS, MAX_HEADS, MAX_EXPERTS = 1024, 4096, 4096
+MAX_PATCHES, MAX_CHANNELS, MAX_VOCAB = 1 << 12, 1 << 20, 1 << 24  # patches and pixels: a side
+MAX_POSITIONS = (1 << 31) - 1  # positions and ids are int32 in places
+
 
 class TokenFacts(NamedTuple):
     """The special ids and the dtype that a configuration states."""
@@ -84,12 +91,25 @@ def checked_dtype(dtype: str | None, findings: list[Finding]) -> DType:
             return "bfloat16"
 
 
+def no_windows(num_layers: int) -> tuple[None, ...]:
+    """For each layer, none; for a number of layers that `sized` refuses, nothing."""
+    return (None,) * num_layers if 1 <= num_layers <= MAX_LAYERS else ()
+
+
+def sized(sizes: Mapping[str, tuple[int, int]]) -> list[Finding]:
+    """A finding for each key whose size is not 1 to the most that it may be."""
+    return broken(
+        (key, size, f"at least 1 and at most {most}", 1 <= size <= most)
+        for key, (size, most) in sizes.items()
+    )
+
+
 def broken(rules: Iterable[tuple[str, object, str, bool]]) -> list[Finding]:
     """A finding for each (key, value, rule, whether it holds) that does not hold."""
     return [
         Finding(
             where=f"config.json: {key}",
-            saw=str(value),
+            saw=f"{value!s:.80}",
             rule=rule,
             change="restore it from the published config.json",
             code="bad_config",

@@ -246,7 +246,7 @@ class Writer:
     def _top(self, row: TokenLogprob) -> list[dict[str, Any]]:
         return [self._token(i, value) for i, value in row.top]
 
-    def _token(self, token_id: int, logprob: float) -> dict[str, Any]:
+    def _token(self, token_id: int, logprob: float | None) -> dict[str, Any]:
         raw = b"" if self._tokenizer is None else self._tokenizer.token_bytes(token_id)
         return {"token": self._text(token_id), "logprob": _finite(logprob), "bytes": list(raw)}
 
@@ -262,5 +262,5 @@ class Writer:
             return "bytes:" + "".join(f"\\x{b:02x}" for b in raw)
 
 
-def _finite(logprob: float) -> float:
-    return max(logprob, LOWEST_LOGPROB)
+def _finite(logprob: float | None) -> float | None:
+    return None if logprob is None else max(logprob, LOWEST_LOGPROB)

@@ -60,6 +60,14 @@ def read_tokenizer(metadata: Mapping[str, object]) -> tuple[JsonTokenizer, ChatT
     begins = keys.take("tokenizer.ggml.add_bos_token", bool, split.begins)
     bos = keys.take_optional("tokenizer.ggml.bos_token_id", int)
     found = keys.findings + _token_findings(tokens, types, bos if begins else None)
+    if begins and bos is None and keys.has("tokenizer.ggml.add_bos_token"):
+        found.append(
+            _finding(
+                "add_bos_token",
+                "true, and no tokenizer.ggml.bos_token_id",
+                "a file that says a text begins with a token says with which",
+            )
+        )
     if found:
         raise Refused(found)
     data = _tokenizer_json(tokens, types, merges, split)
@@ -93,17 +101,17 @@ def _token_findings(tokens: Sequence[str], types: Sequence[int], bos: int | None
             bos is None or (0 <= bos < len(types) and types[bos] == CONTROL),
         ),
     )
-    return [
-        Finding(
-            where=f"GGUF metadata: tokenizer.ggml.{key}",
-            saw=saw,
-            rule=rule,
-            change="use a file whose tokenizer is whole",
-            code="bad_tokenizer",
-        )
-        for key, saw, rule, holds in rules
-        if not holds
-    ]
+    return [_finding(key, saw, rule) for key, saw, rule, holds in rules if not holds]
+
+
+def _finding(key: str, saw: str, rule: str) -> Finding:
+    return Finding(
+        where=f"GGUF metadata: tokenizer.ggml.{key}",
+        saw=saw,
+        rule=rule,
+        change="use a file whose tokenizer is whole",
+        code="bad_tokenizer",
+    )
 
 
 def _tokenizer_json(

@@ -8,16 +8,16 @@ aligned. A string is a u64 length and UTF-8. Quantised rows are blocks of 32 or 
 
 Decisions: every count and length is held against the bytes that are left before anything is
 allocated; tensors stand in the order of their offsets with no more than padding between them; a
-file ends within the last tensor's padding; files in parts and big-endian files are refused.
+file ends within the last tensor's padding; files in parts and big-endian files are refused. It
+is read and never mapped: one that is cut short meanwhile is a finding, not a signal.
 """
 
-import mmap
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType, TracebackType
-from typing import Any, NamedTuple, cast
+from typing import Any, BinaryIO, NamedTuple, cast
 
 import numpy as np
 from blake3 import blake3
@@ -29,6 +29,7 @@ from vitrail.weights.mapping import numel
 SUFFIX = ".gguf"
 MAGIC, VERSIONS = b"GGUF", (2, 3)
 MAX_DIMS, MAX_KEY_BYTES, MAX_ALIGNMENT = 4, 65_535, 1 << 16
+MAX_LISTED = 1 << 22  # values of all arrays that become lists: three vocabularies and more
 ALIGNMENT = 32  # where the file states none
 
 
@@ -82,14 +83,16 @@ _SCALARS = {
     12: "d",
 }
 _STRING, _ARRAY = 8, 9
+_BYTES = (0, 1)  # of arrays of these the bytes are kept, no list is made
 _REPAIR = "download the file again"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GgufFile:
-    """One file's facts. `metadata`: ints, floats, bools, strings and lists of them by key.
-    `headers`: its tensors, outermost dim first, of dtype float32, which is what reading gives.
-    `kinds`: how each is stored. `digest`: 32 bytes over everything before the tensors."""
+    """One file's facts. `metadata`: ints, floats, bools, strings and lists of them by key; an array
+    of 8-bit integers is `bytes`. `headers`: its tensors, outermost dim first, of dtype float32,
+    which is what reading gives. `kinds`: how each is stored. `digest`: 32 bytes over everything
+    before the tensors."""
 
     path: Path
     metadata: Mapping[str, object]
@@ -112,8 +115,8 @@ def read(path: Path) -> GgufFile | list[Finding]:
     try:
         if size < 24:
             raise _Bad("the file", f"{size} bytes", "at least the 24 bytes of a header")
-        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            return _parse(path, _Cursor(data, size))
+        with path.open("rb") as file:
+            return _parse(path, _Cursor(file, size))
     except _Bad as bad:
         finding = Finding(
             where=f"{path.name}: {bad.where}",
@@ -128,13 +131,23 @@ def read(path: Path) -> GgufFile | list[Finding]:
 class _Cursor:
     """Reads forward; `where` names what is being read."""
 
-    def __init__(self, data: mmap.mmap, size: int):
-        self._data, self.size, self.at, self.where = data, size, 0, "the header"
+    def __init__(self, file: BinaryIO, size: int):
+        self._file, self.size, self.at, self.where = file, size, 0, "the header"
+        self._listed = 0
 
-    def bytes(self, count: int) -> bytes:
+    def take(self, count: int) -> bytes:
         self.need(count)
+        data = self._file.read(count)
+        if len(data) != count:
+            raise _Bad(self.where, f"{len(data)} bytes of {count}", "a file is not cut meanwhile")
         self.at += count
-        return self._data[self.at - count : self.at]
+        return data
+
+    def again(self) -> bytes:
+        """Everything up to here, once more."""
+        count, self.at = self.at, 0
+        self._file.seek(0)
+        return self.take(count)
 
     def need(self, count: int) -> None:
         """Refuses where fewer than `count` bytes are left."""
@@ -143,9 +156,7 @@ class _Cursor:
             raise _Bad(self.where, saw, "what the file states lies within it")
 
     def unpack(self, form: str) -> Any:
-        self.need(struct.calcsize(f"<{form}"))
-        (value,) = struct.unpack_from(f"<{form}", self._data, self.at)
-        self.at += struct.calcsize(f"<{form}")
+        (value,) = struct.unpack(f"<{form}", self.take(struct.calcsize(f"<{form}")))
         return value
 
     def count(self, least_bytes: int) -> int:
@@ -159,7 +170,7 @@ class _Cursor:
         if limit is not None and length > limit:
             raise _Bad(self.where, f"a name of {length} bytes", f"at most {limit} bytes")
         try:
-            return self.bytes(length).decode("utf-8")
+            return self.take(length).decode("utf-8")
         except UnicodeDecodeError as error:
             raise _Bad(self.where, f"a string that is not UTF-8 ({error})", "UTF-8") from error
 
@@ -173,19 +184,27 @@ class _Cursor:
             raise _Bad(self.where, f"a value of type {kind}", f"one of the types {known}")
         return self.unpack(_SCALARS[kind])
 
-    def _array(self) -> list[object]:
+    def _array(self) -> list[object] | bytes:
         kind: int = self.unpack("I")
-        if kind == _STRING:
-            return [self.string() for _ in range(self.count(8))]
-        if kind not in _SCALARS:
+        if kind != _STRING and kind not in _SCALARS:
             raise _Bad(self.where, f"an array of type {kind}", "an array of scalars or strings")
+        width = 8 if kind == _STRING else struct.calcsize(f"<{_SCALARS[kind]}")
+        count = self.count(width)
+        if kind in _BYTES:
+            return self.take(count)
+        self._listed += count
+        if self._listed > MAX_LISTED:
+            saw = f"{self._listed} values of arrays up to here"
+            raise _Bad(self.where, saw, f"at most {MAX_LISTED} in a file", "unsupported_gguf")
+        if kind == _STRING:
+            return [self.string() for _ in range(count)]
         dtype = np.dtype(f"<{_SCALARS[kind]}")
-        raw = self.bytes(self.count(dtype.itemsize) * dtype.itemsize)
+        raw = self.take(count * width)
         return cast(list[object], np.frombuffer(raw, dtype).tolist())
 
 
 def _parse(path: Path, cursor: _Cursor) -> GgufFile:
-    magic, version = cursor.bytes(4), cursor.unpack("I")
+    magic, version = cursor.take(4), cursor.unpack("I")
     if magic != MAGIC or version not in VERSIONS:
         swapped = magic == MAGIC and int.from_bytes(version.to_bytes(4, "little")) in VERSIONS
         saw = "a big-endian file" if swapped else f"{magic!r}, version {version}"
@@ -203,15 +222,13 @@ def _parse(path: Path, cursor: _Cursor) -> GgufFile:
         metadata[key] = cursor.value(cursor.unpack("I"))
     _refuse_parts(metadata)
     entries = [_tensor(cursor, number) for number in range(num_tensors)]
-    header_bytes = cursor.at
     tensors, kinds = _laid_out(path.name, cursor, entries, _alignment(metadata))
-    cursor.at = 0
     return GgufFile(
         path=path,
         metadata=MappingProxyType(metadata),
         headers=Headers(tensors=tensors),
         kinds=MappingProxyType(kinds),
-        digest=blake3(cursor.bytes(header_bytes)).digest(),
+        digest=blake3(cursor.again()).digest(),
     )
 
 
@@ -296,7 +313,7 @@ class GgufTensors:
         if blocks:
             _need_dequantiser(file.path.name, blocks)
         self._file = file
-        self._data = np.asarray(np.memmap(file.path, np.uint8, mode="r"))
+        self._data = file.path.open("rb")
         self._last: tuple[str, np.ndarray] | None = None
 
     def __enter__(self) -> "GgufTensors":
@@ -309,7 +326,7 @@ class GgufTensors:
         trace: TracebackType | None,
     ) -> None:
         self._last = None
-        del self._data
+        self._data.close()
 
     def get(self, name: str) -> np.ndarray:
         """float32 [shape]. Raises `Refused` where a value is not finite."""
@@ -320,7 +337,20 @@ class GgufTensors:
 
     def _read(self, name: str) -> np.ndarray:
         header, kind = self._file.headers.tensors[name], self._file.kinds[name]
-        values = _dequantised(self._data[header.start : header.stop], kind).reshape(header.shape)
+        raw = np.empty(header.stop - header.start, np.uint8)
+        self._data.seek(header.start)
+        got = self._data.readinto(raw.data)
+        if got != len(raw):
+            raise Refused(
+                Finding(
+                    where=f"{header.file}: {name}",
+                    saw=f"{got} bytes of {len(raw)} at {header.start}",
+                    rule="a file is not cut short while it is read",
+                    change=_REPAIR,
+                    code="wrong_file_size",
+                )
+            )
+        values = _dequantised(raw, kind).reshape(header.shape)
         if not np.isfinite(values).all():
             count = int(values.size - np.isfinite(values).sum())
             raise Refused(
@@ -339,7 +369,7 @@ def _dequantised(raw: np.ndarray, kind: Quantisation) -> np.ndarray:
     """float32, flat, in memory of its own."""
     match kind.name:
         case "F32":
-            return raw.view("<f4").copy()
+            return raw.view("<f4")
         case "F16":
             return raw.view("<f2").astype(np.float32)
         case "BF16":

@@ -30,7 +30,17 @@ from vitrail.models.deepseek_v3 import (
     text_ties,
 )
 from vitrail.models.interface import ImageShape
-from vitrail.models.reading import broken, checked_dtype, read_generation, read_token_facts
+from vitrail.models.reading import (
+    MAX_CHANNELS,
+    MAX_HEADS,
+    MAX_LAYERS,
+    MAX_PATCHES,
+    broken,
+    checked_dtype,
+    read_generation,
+    read_token_facts,
+    sized,
+)
 from vitrail.vision.moonvit import CHANNELS, MoonVit
 from vitrail.vision.projector import MergeProjector
 from vitrail.weights.mapping import Alias, Copy, Flatten, Row, WeightMap
@@ -105,15 +115,15 @@ def _read_vision(keys: Keys) -> MoonVitConfig:
 def _vision_findings(vision: MoonVitConfig, image_token_id: int, vocab: int) -> list[Finding]:
     """Sizes that no such tower can have."""
     sizes = {
-        "patch_size": vision.patch_size,
-        "hidden_size": vision.hidden_size,
-        "num_hidden_layers": vision.num_layers,
-        "num_attention_heads": vision.num_heads,
-        "intermediate_size": vision.intermediate_size,
-        "init_pos_emb_height": vision.pos_height,
-        "init_pos_emb_width": vision.pos_width,
+        "vision_config: patch_size": (vision.patch_size, MAX_PATCHES),
+        "vision_config: hidden_size": (vision.hidden_size, MAX_CHANNELS),
+        "vision_config: num_hidden_layers": (vision.num_layers, MAX_LAYERS),
+        "vision_config: num_attention_heads": (vision.num_heads, MAX_HEADS),
+        "vision_config: intermediate_size": (vision.intermediate_size, MAX_CHANNELS),
+        "vision_config: init_pos_emb_height": (vision.pos_height, MAX_PATCHES),
+        "vision_config: init_pos_emb_width": (vision.pos_width, MAX_PATCHES),
     }
-    rules = [(f"vision_config: {n}", size, "at least 1", size >= 1) for n, size in sizes.items()]
+    rules: list[tuple[str, object, str, bool]] = []
     rules.append(
         (
             "vision_config: hidden_size",
@@ -130,7 +140,7 @@ def _vision_findings(vision: MoonVitConfig, image_token_id: int, vocab: int) -> 
             0 <= image_token_id < vocab,
         )
     )
-    return broken(rules)
+    return [*sized(sizes), *broken(rules)]
 
 
 def weight_map(config: ModelConfig) -> WeightMap:

@@ -6,6 +6,7 @@ llm, vision_tower and mm_projector (`llava_llama`, `vila`), a tensor of a sub-fo
 Legend: T packed tokens, M hidden channels, V vocabulary, N patches, F patch features, C channels of
 the tower."""
 
+import math
 from collections.abc import Mapping, Sequence
 
 from jaxtyping import Float, Int, UInt8
@@ -25,7 +26,18 @@ from vitrail.models.bookkeeping import TRAINING, TRANSFORMERS
 from vitrail.models.dense import COLUMNS, ROWS, text_ignored, text_rows, text_ties
 from vitrail.models.interface import ImageShape
 from vitrail.models.nvila.processor import IMAGE_TOKEN_ID, MERGE, SCALES, projector_kind
-from vitrail.models.reading import broken, checked_dtype, read_generation, read_token_facts
+from vitrail.models.reading import (
+    MAX_CHANNELS,
+    MAX_HEADS,
+    MAX_LAYERS,
+    MAX_PATCHES,
+    MAX_POSITIONS,
+    broken,
+    checked_dtype,
+    read_generation,
+    read_token_facts,
+    sized,
+)
 from vitrail.vision.moonvit import CHANNELS
 from vitrail.vision.siglip import Siglip
 from vitrail.vision.tiles import TileProjector
@@ -110,6 +122,8 @@ def read_config(
         tied = keys.take_optional("tie_word_embeddings", bool)
     text = qwen2.read_text_config(text_keys, tie_default=tied or False)
     vision = _read_vision(vision_keys, generation_kind)
+    if tied is not None:
+        keys.expect("tie_word_embeddings", text.tie_embeddings)
     outer, inner = read_token_facts(keys), read_token_facts(text_keys)
     for each in (text_keys, vision_keys, keys):
         each.finish()
@@ -177,23 +191,25 @@ def _read_vision(keys: Keys, kind: str) -> SiglipConfig:
 def _findings(vision: SiglipConfig, image_token_id: int) -> list[Finding]:
     """Sizes that no such tower can have."""
     sizes = {
-        "patch_size": vision.patch_size,
-        "image_size": vision.image_size,
-        "hidden_size": vision.hidden_size,
-        "num_hidden_layers": vision.num_layers,
-        "num_attention_heads": vision.num_heads,
-        "intermediate_size": vision.intermediate_size,
+        "vision: patch_size": (vision.patch_size, MAX_PATCHES),
+        "vision: image_size": (vision.image_size, MAX_PATCHES),
+        "vision: hidden_size": (vision.hidden_size, MAX_CHANNELS),
+        "vision: num_hidden_layers": (vision.num_layers, MAX_LAYERS),
+        "vision: num_attention_heads": (vision.num_heads, MAX_HEADS),
+        "vision: intermediate_size": (vision.intermediate_size, MAX_CHANNELS),
     }
-    found = broken((f"vision: {n}", size, "at least 1", size >= 1) for n, size in sizes.items())
+    found = sized(sizes)
     if found:
         return found
     heads, patch = vision.num_heads, vision.patch_size
+    eps, token = vision.layer_norm_eps, 0 <= image_token_id <= MAX_POSITIONS
     divides, whole = vision.hidden_size % heads == 0, vision.image_size % patch == 0
     return broken(
         [
             ("vision: hidden_size", vision.hidden_size, f"a multiple of {heads} heads", divides),
             ("vision: image_size", vision.image_size, f"whole patches of {patch}", whole),
-            ("image_token_id", image_token_id, "at least 0", image_token_id >= 0),
+            ("vision: layer_norm_eps", eps, "above 0 and finite", 0 < eps < math.inf),
+            ("image_token_id", image_token_id, f"0 to {MAX_POSITIONS}", token),
         ]
     )
 
