@@ -92,8 +92,8 @@ PACKED: tuple[Site, ...] = (
     Site("widest", 4, 4, 2048, 1024, served=False),
 )
 
-# (bytes of a query, of a key; half precision; bfloat16)
-DTYPES = ((2, 2, 1, 1), (2, 2, 1, 0), (2, 1, 1, 1), (2, 1, 1, 0), (4, 4, 0, 0), (4, 1, 0, 0))
+# (bytes of a query, of a key; half precision)
+DTYPES = ((2, 2, 1), (2, 1, 1), (4, 4, 0), (4, 1, 0))
 PAGES = (1, 2, 3, 4, 7, 8, 9, 15, 16, 17, 32, 48, 63, 64, 65, 80, 96, 127, 128, 129, 192, 255, 256)
 Q_LENS = (*range(1, 34), 500, 8192)
 BATCHES = (1, 7, 64, 256)
@@ -170,7 +170,7 @@ def cases(axes: Axes = ALL) -> Iterator[tuple[Site, Facts]]:
         axes.pages, axes.q_lens, axes.batches, axes.kv_lens, fixed, which
     )
     dtypes = dict(
-        zip(("q_bytes", "kv_bytes", "half", "bf16"), np.array(DTYPES)[dtype.ravel()].T, strict=True)
+        zip(("q_bytes", "kv_bytes", "half"), np.array(DTYPES)[dtype.ravel()].T, strict=True)
     )
     paged = {"page": page, "q_len": q, "batch": batch, "kv_len": kv, "invariant": fix, **dtypes}
     patches, batch, fix, _ = spread(axes.patches, axes.batches, fixed, which)

@@ -242,14 +242,13 @@ def test_facts_are_those_of_the_shape():
         q_bytes=2,
         kv_bytes=1,
         half=1,
-        bf16=1,
         invariant=1,
     )
     plain = replace(
         shape, kv_dtype=None, dtype="float16", site=replace(site, window=None, softcap=None)
     )
     g = facts(plain, find("A100"))
-    assert (g.window, g.softcap, g.kv_bytes, g.half, g.bf16) == (-1, 0, 2, 1, 0)
+    assert (g.window, g.softcap, g.kv_bytes, g.half) == (-1, 0, 2, 1)
 
 
 def test_fixed_splits_depend_on_nothing_but_the_site():

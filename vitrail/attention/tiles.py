@@ -55,7 +55,6 @@ class Facts(NamedTuple):
     q_bytes: Num
     kv_bytes: Num
     half: Num  # queries are bfloat16 or float16
-    bf16: Num
     invariant: Num
 
 
@@ -96,7 +95,6 @@ Choose = Callable[[Facts], Choice]
 
 def facts(shape: AttentionShape, gpu: Hardware) -> Facts:
     site, dtype = shape.site, shape.dtype
-    q_bytes = 4 if dtype == "float32" else 2
     return Facts(
         gpu.cc,
         gpu.num_sms,
@@ -118,15 +116,14 @@ def facts(shape: AttentionShape, gpu: Hardware) -> Facts:
         -1 if site.window is None else site.window,
         site.sink,
         site.softcap is not None,
-        q_bytes,
-        q_bytes if shape.kv_dtype is None or shape.kv_dtype == dtype else _BYTES[shape.kv_dtype],
+        DTYPE_BYTES[dtype],
+        DTYPE_BYTES[shape.kv_dtype or dtype],
         dtype != "float32",
-        dtype == "bfloat16",
         shape.batch_invariant,
     )
 
 
-_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
 
 
 def where(truth: Num, a: Num, b: Num) -> Num:
@@ -330,6 +327,7 @@ def choose_cute(f: Facts) -> Choice:
     threads = where(computing == 256, 384, computing + loaders)
     registers = where(computing == 256, 168, MAX_REGISTERS)
     live = (tile_m * (dim_v + 2 * tile_n)) // computing + SPARE_REGISTERS
+    # Beyond the average of the program's threads: what the loading ones hand over to each.
     live = where(computing == 256, live - 56, live)
     slots = f.num_sms * most(resident(f, smem, threads, least(live, MAX_REGISTERS)), 1) * decode
     # A tile of a latent takes a program as long as two of any other.

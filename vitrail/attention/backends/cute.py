@@ -8,7 +8,6 @@ size, C latent rank + rotary channels."""
 from collections.abc import Callable
 from functools import cache
 
-import cutlass
 import torch
 from cutlass import Float32, Int32, cute
 from jaxtyping import Float
@@ -29,7 +28,8 @@ def compiled(made: Spec) -> Callable[..., None]:
     """The kernel, compiled for the GPU at hand or the one that the compiler is told of. Sizes and
     strides that differ between calls are symbols; strides and addresses are multiples of 16
     bytes."""
-    half = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16}[made.half]
+    kernel = DecodeSm90(made)
+    half = kernel.dtype
     fake, symbol = cute.runtime.make_fake_tensor, cute.sym_int
     tokens, pages, cells = symbol(), symbol(), symbol()
     heads, kv_heads, dim_v = made.heads, made.kv_heads, made.dim_v
@@ -39,7 +39,7 @@ def compiled(made: Spec) -> Callable[..., None]:
         return fake(half, shape, (*strides, 1), assumed_align=16)
 
     return cute.compile(
-        DecodeSm90(made),
+        kernel,
         wide(tokens, heads, made.dim),
         wide(pages, made.page, kv_heads, made.key_dim),
         wide(pages, made.page, kv_heads, dim_v),

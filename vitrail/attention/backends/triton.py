@@ -25,6 +25,7 @@ from vitrail.attention.metadata import PagedMetadata, VarlenMetadata, Work
 from vitrail.attention.plan import AttentionPlan
 from vitrail.attention.records import COMBINE_FIELDS, COMBINE_SPLITS, make_records, padded
 from vitrail.attention.shape import PAGED, Phase
+from vitrail.attention.tiles import DTYPE_BYTES
 from vitrail.config.model import KvScales
 
 LOG2_E = math.log2(math.e)
@@ -42,7 +43,6 @@ STRIDES = (
     "v_head",
     "table_row",
 )
-_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
 TYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float8_e4m3fn": "fp8e4nv"}
 
 
@@ -107,8 +107,8 @@ def launches(plan: AttentionPlan, wide: bool = True) -> tuple[Launch, ...]:
             "WINDOW": site.window is not None and not single,
             "SOFTCAP": site.softcap is not None,
             "SINK": site.sink,
-            "UNIT": WIDE_BYTES // _BYTES[shape.dtype] if wide else 1,
-            "KV_UNIT": WIDE_BYTES // _BYTES[stored] if wide else 1,
+            "UNIT": WIDE_BYTES // DTYPE_BYTES[shape.dtype] if wide else 1,
+            "KV_UNIT": WIDE_BYTES // DTYPE_BYTES[stored] if wide else 1,
             "PEELED": plan.max_splits == 1 and shape.phase is not Phase.DECODE and not single,
         },
         num_warps=plan.num_warps,

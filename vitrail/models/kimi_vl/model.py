@@ -41,10 +41,11 @@ from vitrail.models.reading import (
     read_token_facts,
     sized,
 )
+from vitrail.models.rows import linear_rows, norm_rows
 from vitrail.vision.moonvit import CHANNELS, MoonVit
 from vitrail.vision.projector import MergeProjector
 from vitrail.weights.mapping import Alias, Copy, Flatten, Row, WeightMap
-from vitrail.weights.sharding import Replicate, Rule, Segment, Shard
+from vitrail.weights.sharding import Segment, Shard
 
 MERGE_SIDES = [2, 2]
 
@@ -173,37 +174,21 @@ def _tower_rows(vision: MoonVitConfig) -> tuple[Row, ...]:
         Flatten(f"{patch[0]}.proj.weight", f"{patch[1]}.weight", inner=(CHANNELS, size, size)),
         Copy(f"{patch[0]}.proj.bias", f"{patch[1]}.bias", init="zeros"),
         Copy(f"{patch[0]}.pos_emb.weight", "tower.pos_embed"),
-        *_norm(f"{there}.norm0", f"{here}.norm1"),
-        *_norm(f"{there}.norm1", f"{here}.norm2"),
-        *_linear(f"{there}.wqkv", f"{here}.attn.qkv", qkv),
-        *_linear(f"{there}.wo", f"{here}.attn.out", out),
-        *_linear(f"{there}.mlp.fc0", f"{here}.mlp.up", ROWS),
-        *_linear(f"{there}.mlp.fc1", f"{here}.mlp.down", COLUMNS),
-        *_norm("vision_tower.encoder.final_layernorm", "tower.encoder.norm"),
+        *norm_rows(f"{there}.norm0", f"{here}.norm1"),
+        *norm_rows(f"{there}.norm1", f"{here}.norm2"),
+        *linear_rows(f"{there}.wqkv", f"{here}.attn.qkv", qkv),
+        *linear_rows(f"{there}.wo", f"{here}.attn.out", out),
+        *linear_rows(f"{there}.mlp.fc0", f"{here}.mlp.up", ROWS),
+        *linear_rows(f"{there}.mlp.fc1", f"{here}.mlp.down", COLUMNS),
+        *norm_rows("vision_tower.encoder.final_layernorm", "tower.encoder.norm"),
     )
 
 
 def _projector_rows() -> tuple[Row, ...]:
     return (
-        *_norm("multi_modal_projector.pre_norm", "projector.norm"),
-        *_linear("multi_modal_projector.linear_1", "projector.up", ROWS),
-        *_linear("multi_modal_projector.linear_2", "projector.down", COLUMNS),
-    )
-
-
-def _linear(there: str, here: str, rule: Shard) -> tuple[Row, ...]:
-    """A bias is cut with the rows of its weight; where columns are cut, every rank holds it."""
-    bias: Rule = rule if rule.dim == 0 else Replicate()
-    return (
-        Copy(f"{there}.weight", f"{here}.weight", rule),
-        Copy(f"{there}.bias", f"{here}.bias", bias, init="zeros"),
-    )
-
-
-def _norm(there: str, here: str) -> tuple[Row, ...]:
-    return (
-        Copy(f"{there}.weight", f"{here}.weight", init="ones"),
-        Copy(f"{there}.bias", f"{here}.bias", init="zeros"),
+        *norm_rows("multi_modal_projector.pre_norm", "projector.norm"),
+        *linear_rows("multi_modal_projector.linear_1", "projector.up", ROWS),
+        *linear_rows("multi_modal_projector.linear_2", "projector.down", COLUMNS),
     )
 
 

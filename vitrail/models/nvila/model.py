@@ -38,11 +38,12 @@ from vitrail.models.reading import (
     read_token_facts,
     sized,
 )
+from vitrail.models.rows import linear_rows, norm_rows
 from vitrail.vision.moonvit import CHANNELS
 from vitrail.vision.siglip import Siglip
 from vitrail.vision.tiles import TileProjector
 from vitrail.weights.mapping import Alias, Copy, Flatten, Fuse, Ignore, Row, WeightMap
-from vitrail.weights.sharding import Replicate, Rule, Segment, Shard
+from vitrail.weights.sharding import Replicate, Segment, Shard
 
 ONE_FOLDER = {
     "nvila": "NVILAForConditionalGeneration",
@@ -260,41 +261,27 @@ def _tower_rows(vision: SiglipConfig) -> tuple[Row, ...]:
         Flatten(f"{patch}.weight", "tower.patch_embed.weight", inner=(CHANNELS, size, size)),
         Copy(f"{patch}.bias", "tower.patch_embed.bias", init="zeros"),
         Copy(f"{TOWER}embeddings.position_embedding.weight", "tower.pos_embed"),
-        *_norm(f"{there}.layer_norm1", f"{here}.norm1"),
-        *_norm(f"{there}.layer_norm2", f"{here}.norm2"),
+        *norm_rows(f"{there}.layer_norm1", f"{here}.norm1"),
+        *norm_rows(f"{there}.layer_norm2", f"{here}.norm2"),
         *fused,
-        *_linear(f"{there}.self_attn.out_proj", f"{here}.attn.out", out),
-        *_linear(f"{there}.mlp.fc1", f"{here}.mlp.up", ROWS),
-        *_linear(f"{there}.mlp.fc2", f"{here}.mlp.down", COLUMNS),
+        *linear_rows(f"{there}.self_attn.out_proj", f"{here}.attn.out", out),
+        *linear_rows(f"{there}.mlp.fc1", f"{here}.mlp.up", ROWS),
+        *linear_rows(f"{there}.mlp.fc2", f"{here}.mlp.down", COLUMNS),
     )
 
 
 def _projector_rows(vision: SiglipConfig) -> tuple[Row, ...]:
     """Small, and every rank makes whole tokens: not cut."""
-    inner = () if vision.scales else _norm("mm_projector.layers.4", "projector.inner_norm")
+    inner = () if vision.scales else norm_rows("mm_projector.layers.4", "projector.inner_norm")
     published = (2, 4) if vision.scales else (2, 5, 7)
     layers = (
         row
         for ours, index in enumerate(published)
-        for row in _linear(f"mm_projector.layers.{index}", f"projector.layers.{ours}", Replicate())
+        for row in linear_rows(
+            f"mm_projector.layers.{index}", f"projector.layers.{ours}", Replicate()
+        )
     )
-    return (*_norm("mm_projector.layers.1", "projector.norm"), *inner, *layers)
-
-
-def _linear(there: str, here: str, rule: Rule) -> tuple[Row, ...]:
-    """A bias is cut with the rows of its weight; where columns are cut, every rank holds it."""
-    bias: Rule = rule if rule.dim == 0 else Replicate()
-    return (
-        Copy(f"{there}.weight", f"{here}.weight", rule),
-        Copy(f"{there}.bias", f"{here}.bias", bias, init="zeros"),
-    )
-
-
-def _norm(there: str, here: str) -> tuple[Row, ...]:
-    return (
-        Copy(f"{there}.weight", f"{here}.weight", init="ones"),
-        Copy(f"{there}.bias", f"{here}.bias", init="zeros"),
-    )
+    return (*norm_rows("mm_projector.layers.1", "projector.norm"), *inner, *layers)
 
 
 def build(config: ModelConfig, dtype: DType) -> "Nvila":
