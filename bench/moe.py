@@ -19,7 +19,7 @@ from torch import Tensor
 from vitrail.ops.moe import fused
 from vitrail.ops.moe.grouped import grouped_experts
 from vitrail.ops.moe.naive import Routing, naive_experts, route
-from vitrail.ops.moe.plan import ExpertsPlan, RouterPlan, Tile
+from vitrail.ops.moe.plan import Choice, ExpertsPlan, Tile
 
 DEVICE, DTYPE = torch.device("cuda"), torch.bfloat16
 HIDDEN, INNER, EXPERTS, TOP_K = 2048, 1408, 64, 6
@@ -264,7 +264,7 @@ def case(layers: list[Layer], tokens: int, tuned: bool) -> None:
     part = torch.randn(tokens * TOP_K, HIDDEN, device=DEVICE).to(DTYPE)
     joins = [lambda b=b: fused.join(part, b.routing, EXPERTS, plan) for b in batches]
     print(f"  join {time_us(joins):.2f} us")
-    how = RouterPlan(top_k=TOP_K, num_shared=2, normalize=True, scaling=2.446)
+    how = Choice(top_k=TOP_K, num_shared=2, normalize=True, scaling=2.446)
     routers = torch.randn(LAYERS, EXPERTS, HIDDEN, device=DEVICE) * 0.02
     bias = torch.randn(EXPERTS, device=DEVICE) * 0.01
     for r, b in zip(routers, batches, strict=True):

@@ -11,9 +11,19 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from vitrail.config.hardware import Hardware
 from vitrail.ops.moe import triton as kernels
 from vitrail.ops.moe.naive import Routing
-from vitrail.ops.moe.plan import ExpertsPlan, RouterPlan, Tile, max_blocks, router_plan, share
+from vitrail.ops.moe.plan import (
+    Choice,
+    ExpertsPlan,
+    ExpertsShape,
+    Tile,
+    experts_plan,
+    max_blocks,
+    router_plan,
+    share,
+)
 
 CHUNK = 128  # slots that are sorted at once
 ROUTER_BK = 64
@@ -26,6 +36,25 @@ class Placed(NamedTuple):
 
     rows: Int[Tensor, "R"]
     blocks: Int[Tensor, "B"]
+
+
+def triton_mixture(
+    gpu: Hardware,
+    x_TM: Float[Tensor, "T M"],
+    router_VM: Float[Tensor, "V M"],
+    bias_V: Float[Tensor, "V"],
+    choice: Choice,
+    gate_up_XFM: Float[Tensor, "X F M"],
+    down_XMI: Float[Tensor, "X M I"],
+) -> Float[Tensor, "T M"]:
+    """`naive_route`, then `naive_experts`; V experts are routed. All tensors are contiguous."""
+    if not len(x_TM):
+        return torch.empty_like(x_TM)
+    experts, hidden, inner = down_XMI.shape
+    shape = ExpertsShape(hidden, inner, experts, choice.top_k + choice.num_shared)
+    plan = experts_plan(len(x_TM), shape, gpu)
+    routing, placed = triton_route(x_TM, router_VM, bias_V, choice, plan)
+    return triton_experts(x_TM, routing, gate_up_XFM, down_XMI, plan, placed)
 
 
 def triton_experts(
@@ -51,7 +80,7 @@ def triton_route(
     x_TM: Float[Tensor, "T M"],
     router_XM: Float[Tensor, "X M"],
     bias_X: Float[Tensor, "X"],
-    plan: RouterPlan,
+    choice: Choice,
     experts: ExpertsPlan,
 ) -> tuple[Routing, Placed]:
     """As `route`, its choice followed by the shared experts with weight 1, and placed. `x` is bf16,
@@ -60,7 +89,7 @@ def triton_route(
     assert router_XM.dtype == bias_X.dtype == torch.float32, (router_XM.dtype, bias_X.dtype)
     (tokens, hidden), num_experts = x_TM.shape, len(router_XM)
     made = router_plan(tokens, hidden)
-    top_k = plan.top_k + plan.num_shared
+    top_k = choice.top_k + choice.num_shared
     device = x_TM.device
     part = torch.empty((made.spans, tokens, num_experts), dtype=torch.float32, device=device)
     kernels.score[(-(-tokens // made.bt), made.spans)](
@@ -82,7 +111,7 @@ def triton_route(
     )
     ids_TK = torch.empty((tokens, top_k), dtype=torch.int32, device=device)
     weights_TK = torch.empty((tokens, top_k), dtype=torch.float32, device=device)
-    all_experts = num_experts + plan.num_shared
+    all_experts = num_experts + choice.num_shared
     placed = _placed(ids_TK.numel(), all_experts, experts, device)
     kernels.choose[(-(-tokens // made.choosers),)](
         ids_TK,
@@ -93,11 +122,11 @@ def triton_route(
         tokens,
         num_experts,
         len(placed.blocks) - 1,
-        plan.scaling,
+        choice.scaling,
         SPANS=made.spans,
-        ROUTED=plan.top_k,
-        SHARED=plan.num_shared,
-        NORMALIZE=plan.normalize,
+        ROUTED=choice.top_k,
+        SHARED=choice.num_shared,
+        NORMALIZE=choice.normalize,
         TP=made.choosers,
         XP=_power(all_experts),
         BT=experts.bt if made.places else 0,

@@ -6,6 +6,14 @@ Legend: T tokens, K choices a token, S = T * K slots, X experts."""
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from vitrail.config.hardware import Hardware
+
+# Row strides that descriptors, and torch's grouped product, take.
+ALIGN_BYTES = 16
+ITEM_BYTES = 2  # bf16
+# What a program needs of shared memory beside its stages.
+SPARE_BYTES = 2048
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tile:
@@ -35,8 +43,8 @@ class ExpertsPlan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RouterPlan:
-    """What a router does with its scores."""
+class Choice:
+    """What a router does with its scores, and how many shared experts every token has besides."""
 
     top_k: int
     num_shared: int
@@ -77,3 +85,31 @@ def max_blocks(slots: int, num_experts: int, bt: int) -> int:
 def share(slots: int) -> int:
     """Slots that one program of the sort takes."""
     return 256 if slots <= 8192 else 1024
+
+
+class ExpertsShape(NamedTuple):
+    """Channels and counts; shared experts are among both counts."""
+
+    hidden: int
+    inner: int
+    experts: int
+    top_k: int
+
+
+def experts_plan(tokens: int, shape: ExpertsShape, gpu: Hardware) -> ExpertsPlan:
+    """By the rows that an expert has on average: blocks that most experts fill at most once, the
+    weights on the left until there are enough rows for a tile of their own; as many stages as two
+    programs of an SM have room for."""
+    rows = tokens * shape.top_k / shape.experts
+    bt = next((bt for bt in (16, 32, 64) if rows <= bt * 3 / 4), 128)
+    swap = bt < 128
+    warps = 4 if swap else 8
+    bn = 64
+    early = gpu.cc >= 90
+    room = (gpu.smem_per_block_bytes if not swap else gpu.smem_per_sm_bytes // 2) - SPARE_BYTES
+
+    def tile(products: int) -> Tile:
+        stage = (products * bn + bt) * 64 * ITEM_BYTES
+        return Tile(bn=bn, bk=64, stages=max(2, min(6, room // stage)), warps=warps, swap=swap)
+
+    return ExpertsPlan(bt=bt, up=tile(2), down=tile(1), early=early)

@@ -1,10 +1,11 @@
-"""The mixture of experts on a GPU. `place` lays a batch's (token, choice) slots out in blocks of one
-expert each; `up` and `down` run one block and one tile of channels a program; `join` adds a token's
-choices in their order. `score` and `choose` are the router. Nothing is read back: grids are bounds, and programs beyond the blocks end.
+"""The mixture of experts on a GPU. `score` and `choose` are the router. `place` lays a batch's
+(token, choice) slots out in blocks of one expert each; `up` and `down` run a block and a tile of
+channels a program; `join` adds a token's choices in their order. Nothing is read back: grids are
+bounds, and programs beyond the blocks end.
 
-    slots  | t0k0 t0k1 | t1k0 t1k1 | ...          slot = token * K + choice
-    rows   | expert 3: s1 s4 -  - | expert 7: s0 ...   blocks of BT rows, `-` is S: nobody
-    blocks | 3 | 7 | ... | -1 |  number of blocks
+    slots  | t0k0 t0k1 | t1k0 t1k1 | ...                  slot = token * K + choice
+    rows   | expert 3: s1 s4 -  -  | expert 7: s0 ...     blocks of BT rows; `-` is S: nobody
+    blocks | 3 | 7 | ... | -1 | the number of blocks
 
 Choices outside [0, X) are nobody's: a row of padding costs nothing.
 
@@ -40,7 +41,7 @@ def count(
     XP: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Program i: how many of the SHARE slots from i * SHARE on chose each expert, [programs, XP]."""
+    """Program i: how many of the SHARE slots from i * SHARE on chose each expert, [i, XP]."""
     if EARLY:
         gdc_wait()
         gdc_launch_dependents()
@@ -81,7 +82,9 @@ def place(
     if COUNTED:
         for first in range(0, shares, 16):
             i = first + tl.arange(0, 16)
-            some = tl.load(counts + i[:, None] * XP + x[None, :], mask=(i < shares)[:, None], other=0)
+            some = tl.load(
+                counts + i[:, None] * XP + x[None, :], mask=(i < shares)[:, None], other=0
+            )
             total += tl.sum(some, 0)
             before += tl.sum(tl.where((i < share)[:, None], some, 0), 0)
     else:
@@ -192,7 +195,7 @@ def choose(
 
 @triton.jit
 def _finish(rows, blocks, slots, max_blocks, end, stop, BT: tl.constexpr, XP: tl.constexpr):
-    """Nobody in the rows [end, stop) that each expert's last block has left; who owns each block."""
+    """Nobody in the rows [end, stop) that experts' last blocks have left; who owns each block."""
     for first in range(0, BT, 16):
         at = (end + first)[:, None] + tl.arange(0, 16)[None, :]
         tl.store(rows + at, tl.zeros([XP, 16], tl.int32) + slots, mask=at < stop[:, None])
@@ -372,7 +375,7 @@ def gather(
     out, x, rows, blocks, slots, M: tl.constexpr, K: tl.constexpr, BT: tl.constexpr,
     BN: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """out[r] = x[token of row r], zero for nobody, for blocks that have an owner. Program (r, j)."""
+    """out[r] = x[token of row r], zero for nobody, for blocks that have an owner."""
     if EARLY:
         gdc_wait()
         gdc_launch_dependents()
