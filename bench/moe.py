@@ -1,7 +1,7 @@
 """Experts of one layer on one GPU: from hidden states and top-k ids to the summed output, correct
 before timed, in CUDA graphs that rotate over the weights of several layers.
 
-    python bench/moe.py [--tokens 1,8,32,256,2048,8192] [--tune] [--compile I N]
+    python bench/moe.py [--tokens 1,8,32,256,2048,8192] [--tune] [--split] [--compile I N]
 
 Floors: bytes of the experts that a draw chooses over 4.20 TB/s, FLOPs over 700 TFLOP/s. `--tune`
 sweeps tiles and prints the quickest of each product. `--compile I N`: only compile the I-th of N
@@ -130,21 +130,44 @@ def large_tiles(bt: int, down: bool) -> Iterator[Tile]:
                         )  # fmt: skip
 
 
+def split_tiles(bt: int, down: bool) -> Iterator[Tile]:
+    for swap in (False, True):
+        for bn in (64, 128, 256) if down else (64, 128):
+            for bk, stages in ((64, 3), (64, 4), (128, 2), (128, 3)):
+                for programs in (0, 132):
+                    size = stages * bk * 2 * ((1 if down else 2) * bn + bt)
+                    acc = bt * bn * (1 if down else 2)
+                    if size > SMEM - 3072 or not 8192 <= acc <= 32768 or (bt == 64 and bn == 256):
+                        continue
+                    yield Tile(
+                        bn=bn,
+                        bk=bk,
+                        stages=stages,
+                        warps=4,
+                        swap=swap,
+                        sorted=True,
+                        programs=programs,
+                        split=True,
+                    )
+
+
 BASE = Tile(bn=64, bk=64, stages=4, warps=4)
 BLOCKS = {1: (16,), 8: (16,), 32: (16,), 256: (32, 64), 2048: (64, 128), 8192: (64, 128, 256)}
 
 
-def tiles(tokens: int, bt: int, down: bool) -> Iterator[Tile]:
+def tiles(tokens: int, bt: int, down: bool, split: bool) -> Iterator[Tile]:
+    if split:
+        return split_tiles(bt, down) if tokens > 1024 else iter(())
     return small_tiles(bt, down) if tokens <= 1024 else large_tiles(bt, down)
 
 
-def sweep() -> Iterator[tuple[int, bool, Tile]]:
+def sweep(split: bool) -> Iterator[tuple[int, bool, Tile]]:
     """(rows of a block, which product, tile), each kernel once."""
     seen = set()
     for tokens, blocks in BLOCKS.items():
         for bt in blocks:
             for down in (False, True):
-                for tile in tiles(tokens, bt, down):
+                for tile in tiles(tokens, bt, down, split):
                     if (bt, down, tile) not in seen:
                         seen.add((bt, down, tile))
                         yield bt, down, tile
@@ -160,7 +183,7 @@ def run_one(layer: Layer, batch: Draw, bt: int, down: bool, tile: Tile) -> Calla
     return lambda: fused.run_down(act, layer.down, placed, slots, plan)
 
 
-def compile_share(index: int, of: int) -> None:
+def compile_share(index: int, of: int, split: bool) -> None:
     """By running each kernel once on two experts."""
     layer = Layer(
         torch.zeros(2, 2 * INNER, HIDDEN, dtype=DTYPE, device=DEVICE),
@@ -168,7 +191,7 @@ def compile_share(index: int, of: int) -> None:
     )
     routing = Routing(torch.zeros(1, TOP_K, dtype=torch.int64, device=DEVICE), torch.ones(1, TOP_K))
     batch = Draw(torch.zeros(1, HIDDEN, dtype=DTYPE, device=DEVICE), routing)
-    for i, (bt, down, tile) in enumerate(sweep()):
+    for i, (bt, down, tile) in enumerate(sweep(split)):
         if i % of == index:
             try:
                 run_one(layer, batch, bt, down, tile)()
@@ -198,17 +221,19 @@ def report(name: str, us: float, batch: Draw, share: float = 1.0) -> None:
 
 def shown(tile: Tile) -> str:
     words = [f"{tile.bn}x{tile.bk} {tile.stages} stages {tile.warps} warps"]
-    words += [name for name in ("swap", "sorted", "flat", "prefetch") if getattr(tile, name)]
+    words += [
+        name for name in ("swap", "sorted", "flat", "split", "prefetch") if getattr(tile, name)
+    ]
     return " ".join(words) + (f" {tile.programs} programs" if tile.programs else "")
 
 
-def tune(layers: list[Layer], tokens: int) -> ExpertsPlan:
+def tune(layers: list[Layer], tokens: int, split: bool) -> ExpertsPlan:
     batches = [draw(tokens, seed) for seed in range(LAYERS)]
     best: dict[tuple[int, bool], tuple[float, Tile]] = {}
     for bt in BLOCKS[tokens]:
         for down in (False, True):
             found: list[tuple[float, Tile]] = []
-            for tile in tiles(tokens, bt, down):
+            for tile in tiles(tokens, bt, down, split):
                 try:
                     calls = [
                         run_one(layer, batch, bt, down, tile)
@@ -243,7 +268,7 @@ def measure(layers: list[Layer], tokens: int, plan: ExpertsPlan, name: str) -> N
         traceback.print_exc()
 
 
-def case(layers: list[Layer], tokens: int, tuned: bool) -> None:
+def case(layers: list[Layer], tokens: int, tuned: bool, split: bool) -> None:
     batches = [draw(tokens, seed) for seed in range(LAYERS)]
     pairs = list(zip(layers, batches, strict=True))
     floor = max(
@@ -253,7 +278,7 @@ def case(layers: list[Layer], tokens: int, tuned: bool) -> None:
     print(f"== {tokens} tokens: {batches[0].distinct} experts, floor {floor * 1e6:.1f} us")
     us = time_us([lambda p=p: grouped_experts(p[1].x, p[1].routing, *p[0]) for p in pairs], 3)
     report("torch grouped_mm, whole", us, batches[0])
-    plan = tune(layers, tokens) if tuned else ExpertsPlan(bt=16, up=BASE, down=BASE)
+    plan = tune(layers, tokens, split) if tuned else ExpertsPlan(bt=16, up=BASE, down=BASE)
     measure(layers, tokens, plan, "best")
     measure(layers, tokens, replace(plan, early=False), "best, one after the other")
     fetch = replace(plan, down=replace(plan.down, prefetch=True))
@@ -288,16 +313,17 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--tokens", default="1,8,32,256,2048,8192")
     parser.add_argument("--tune", action="store_true")
+    parser.add_argument("--split", action="store_true", help="sweep kernels whose loads have warps")
     parser.add_argument("--compile", nargs=2, type=int)
     args = parser.parse_args()
     if args.compile:
-        compile_share(*args.compile)
+        compile_share(*args.compile, args.split)
         return
     print(torch.cuda.get_device_name(), torch.__version__)
     layers = make_layers(EXPERTS)
     for tokens in map(int, args.tokens.split(",")):
         try:
-            case(layers, tokens, args.tune)
+            case(layers, tokens, args.tune, args.split)
         except Exception:  # noqa: BLE001  a sweep goes on
             traceback.print_exc()
 

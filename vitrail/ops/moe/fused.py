@@ -291,6 +291,7 @@ def _options(tile: Tile, plan: ExpertsPlan) -> dict[str, int]:
         "SORTED": tile.sorted,
         "PROGRAMS": tile.programs,
         "FLAT": tile.flat,
+        "SPLIT": tile.split,
         "EARLY": plan.early,
         "num_warps": tile.warps,
         "num_stages": tile.stages,

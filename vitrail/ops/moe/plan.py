@@ -19,7 +19,8 @@ SPARE_BYTES = 2048
 class Tile:
     """One product's tiles: BN output channels (of gate and of up each), BK input channels a step.
     `swap`: weights are the left operand, for few tokens. `sorted`: rows come in blocks, by
-    descriptor; else they are gathered. `programs`: 0, or how many share all tiles."""
+    descriptor; else they are gathered. `programs`: 0, or how many share all tiles. `split`: warps of
+    their own load (Hopper, with `sorted` and 4 warps, which become 12)."""
 
     bn: int
     bk: int
@@ -29,6 +30,7 @@ class Tile:
     sorted: bool = False
     programs: int = 0
     flat: bool = False
+    split: bool = False
     prefetch: bool = False
 
 

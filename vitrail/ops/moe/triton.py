@@ -233,6 +233,7 @@ def _up_tile(
     x, gate_up, act, rows, slots, block, expert, tile,
     M: tl.constexpr, I: tl.constexpr, K: tl.constexpr,
     BT: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SWAP: tl.constexpr, SORTED: tl.constexpr,
+    SPLIT: tl.constexpr,
 ):  # fmt: skip
     """act[block's rows, tile's channels] = silu(gate x) * up x."""
     row = block * BT + tl.arange(0, BT)
@@ -246,7 +247,7 @@ def _up_tile(
     shape: tl.constexpr = [BN, BT] if SWAP else [BT, BN]
     gate = tl.zeros(shape, tl.float32)
     up = tl.zeros(shape, tl.float32)
-    for k0 in range(0, M, BK):
+    for k0 in tl.range(0, M, BK, warp_specialize=SPLIT):
         if SORTED:
             x_TK = x.load([block * BT, k0])
         elif M % BK == 0:
@@ -277,6 +278,7 @@ def _down_tile(
     act, down, part, rows, slots, block, expert, tile,
     M: tl.constexpr, I: tl.constexpr,
     BT: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SWAP: tl.constexpr, SORTED: tl.constexpr,
+    SPLIT: tl.constexpr,
 ):  # fmt: skip
     """part[the slots of block's rows, tile's channels] = down act."""
     row = block * BT + tl.arange(0, BT)
@@ -285,7 +287,7 @@ def _down_tile(
     if not SORTED:
         act_at = act + row.to(tl.int64)[:, None] * I + k[None, :]
     acc = tl.zeros([BN, BT] if SWAP else [BT, BN], tl.float32)
-    for k0 in range(0, I, BK):
+    for k0 in tl.range(0, I, BK, warp_specialize=SPLIT):
         if SORTED:
             act_TK = act.load([block * BT, k0])
         elif I % BK == 0:
@@ -312,7 +314,7 @@ def up(
     M: tl.constexpr, I: tl.constexpr, K: tl.constexpr,
     BT: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     SWAP: tl.constexpr, SORTED: tl.constexpr, PROGRAMS: tl.constexpr, FLAT: tl.constexpr,
-    EARLY: tl.constexpr,
+    SPLIT: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Tiles are numbered by block, then by channels. PROGRAMS 0: one tile a program, else so many
     programs share them. x [T, M], act [rows, I], `gate_up` a descriptor of [BN, BK] boxes."""
@@ -325,14 +327,14 @@ def up(
         expert = tl.load(blocks + block)
         if expert >= 0:
             _up_tile(x, gate_up, act, rows, slots, block, expert, tl.program_id(0) % tiles,
-                     M, I, K, BT, BN, BK, SWAP, SORTED)  # fmt: skip
+                     M, I, K, BT, BN, BK, SWAP, SORTED, SPLIT)  # fmt: skip
     else:
         last = tl.load(blocks + max_blocks) * tiles
         for tile in tl.range(tl.program_id(0), last, PROGRAMS, flatten=FLAT):
             block = tile // tiles
             expert = tl.load(blocks + block)
             _up_tile(x, gate_up, act, rows, slots, block, expert, tile % tiles,
-                     M, I, K, BT, BN, BK, SWAP, SORTED)  # fmt: skip
+                     M, I, K, BT, BN, BK, SWAP, SORTED, SPLIT)  # fmt: skip
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -341,7 +343,7 @@ def down(
     M: tl.constexpr, I: tl.constexpr,
     BT: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     SWAP: tl.constexpr, SORTED: tl.constexpr, PROGRAMS: tl.constexpr, FLAT: tl.constexpr,
-    EARLY: tl.constexpr, PREFETCH: tl.constexpr,
+    SPLIT: tl.constexpr, EARLY: tl.constexpr, PREFETCH: tl.constexpr,
 ):  # fmt: skip
     """As `up`. `weight` is the tensor that `down_w` describes. EARLY: who owns a block is known
     before `up` has ended (it told us to start after its own wait). PREFETCH: bring this program's
@@ -360,14 +362,14 @@ def down(
         expert = tl.load(blocks + block)
         if expert >= 0:
             _down_tile(act, down_w, part, rows, slots, block, expert, tl.program_id(0) % tiles,
-                       M, I, BT, BN, BK, SWAP, SORTED)  # fmt: skip
+                       M, I, BT, BN, BK, SWAP, SORTED, SPLIT)  # fmt: skip
     else:
         last = tl.load(blocks + max_blocks) * tiles
         for tile in tl.range(tl.program_id(0), last, PROGRAMS, flatten=FLAT):
             block = tile // tiles
             expert = tl.load(blocks + block)
             _down_tile(act, down_w, part, rows, slots, block, expert, tile % tiles,
-                       M, I, BT, BN, BK, SWAP, SORTED)  # fmt: skip
+                       M, I, BT, BN, BK, SWAP, SORTED, SPLIT)  # fmt: skip
 
 
 @triton.jit(do_not_specialize=SIZES)
