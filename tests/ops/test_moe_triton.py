@@ -1,6 +1,8 @@
 """The mixture's Triton kernels, in the interpreter, against the definition: any number of tokens,
 widths that are no whole tiles, experts that nobody or everybody chooses, rows of padding."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -13,7 +15,14 @@ FEW = Tile(bn=16, bk=16, stages=2, warps=4)
 MANY = Tile(bn=32, bk=16, stages=2, warps=4, swap=False, sorted=True)
 PLANS = {
     "few": ExpertsPlan(bt=16, up=FEW, down=FEW, early=False),
+    "all at once": ExpertsPlan(bt=128, up=FEW, down=FEW, early=False),
     "many": ExpertsPlan(bt=32, up=MANY, down=MANY, early=False),
+    "halves": ExpertsPlan(
+        bt=32, up=replace(FEW, halves=True), down=replace(MANY, halves=True), early=False
+    ),
+    "shared": ExpertsPlan(
+        bt=32, up=replace(FEW, programs=3), down=replace(MANY, programs=5), early=False
+    ),
 }
 TOLERANCE = 1e-5
 
@@ -80,14 +89,15 @@ def test_a_token_gets_the_very_same_alone_and_with_strangers() -> None:
         assert torch.equal(alone, whole[t : t + 1])
 
 
-@pytest.mark.parametrize("tokens", [1, 30, 400, 1500])
+@pytest.mark.parametrize("tokens", [17, 60, 400, 1500])
 def test_every_slot_has_its_row(tokens: int) -> None:
     """Blocks are of one expert, slots within them in order, the rest is nobody's."""
     plan = PLANS["few"]
     ids = routed(tokens, 11, 3).expert_ids
     ids[::5, 1] = -1
     slots = ids.numel()
-    rows, blocks = place(ids, 11, plan)
+    rows, blocks, _, how = place(ids, 11, plan)
+    assert how == 0
     assert len(blocks) - 1 == max_blocks(slots, 11, plan.bt)
     used = int(blocks[-1])
     assert (blocks[used:-1] == -1).all()
@@ -104,28 +114,24 @@ def test_every_slot_has_its_row(tokens: int) -> None:
     assert used == sum(-(-int((ids == e).sum()) // plan.bt) for e in range(11))
 
 
-@pytest.mark.parametrize("tokens", [1, 2, 7, 32, 33, 70, 1030])
+@pytest.mark.parametrize("tokens", [1, 7, 33, 130])
 @pytest.mark.parametrize("num_shared", [0, 2])
 def test_the_router_is_the_definition(tokens: int, num_shared: int) -> None:
     torch.manual_seed(tokens)
     choice = Choice(top_k=6, num_shared=num_shared, normalize=True, scaling=2.446)
     x, router = torch.randn(tokens, 200).bfloat16(), torch.randn(64, 200) / 200**0.5
-    bias, plan = torch.randn(64) / 10, PLANS["few"]
+    bias = torch.randn(64) / 10
     want = naive_route(x, router, bias, choice)
-    got, placed = triton_route(x, router, bias, choice, plan)
+    got = triton_route(x, router, bias, choice, early=False)
     assert torch.equal(got.expert_ids.long(), want.expert_ids)
     torch.testing.assert_close(got.weights, want.weights, atol=1e-6, rtol=1e-6)
-    again = place(got.expert_ids, 64 + num_shared, plan)
-    used = int(again.blocks[-1])
-    assert torch.equal(placed.blocks, again.blocks)
-    assert torch.equal(placed.rows[: used * plan.bt], again.rows[: used * plan.bt])
 
 
 def test_the_first_of_equal_scores_is_chosen() -> None:
     choice = Choice(top_k=3, num_shared=1, normalize=False, scaling=2.0)
     x, router = torch.zeros(4, 64).bfloat16(), torch.randn(10, 64)
     bias = torch.tensor([0.0, 1, 0, 1, 0, 0, 0, 0, 0, 0])
-    got, _ = triton_route(x, router, bias, choice, PLANS["few"])
+    got = triton_route(x, router, bias, choice, early=False)
     assert got.expert_ids.tolist() == [[1, 3, 0, 10]] * 4
     assert got.weights.tolist() == [[1.0, 1.0, 1.0, 1.0]] * 4
 

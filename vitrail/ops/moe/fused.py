@@ -1,7 +1,7 @@
 """The mixture of experts by our Triton kernels: allocates, launches, asks the device for nothing.
 
-Legend: T tokens, M hidden channels, X experts (all, shared ones last), K experts a token, S = T * K
-slots, R rows of blocks, I intermediate channels, F = 2I ([gate | up])."""
+Legend: T tokens, M hidden channels, V routed experts, X all experts (shared ones last), K experts a
+token, S = T * K slots, R rows of blocks, I intermediate channels, F = 2I ([gate | up])."""
 
 from typing import NamedTuple
 
@@ -15,27 +15,32 @@ from vitrail.config.hardware import Hardware
 from vitrail.ops.moe import triton as kernels
 from vitrail.ops.moe.naive import Routing
 from vitrail.ops.moe.plan import (
+    SORT_CHUNK,
     Choice,
     ExpertsPlan,
     ExpertsShape,
     Tile,
+    direct,
     experts_plan,
     max_blocks,
-    router_plan,
-    share,
+    power_of_2,
+    router_tiles,
+    sort_share,
 )
 
-CHUNK = 128  # slots that are sorted at once
 ROUTER_BK = 64
-WIDE = 1024  # channels that a program of `join` adds
+WIDE = 1024  # channels that a program of `join` adds, where there are many tokens
 
 
 class Placed(NamedTuple):
-    """`rows` [blocks * bt]: slots, S where there is none. `blocks` [blocks + 1]: who owns each
-    block, -1 for nobody; the last entry is the number of blocks that are owned."""
+    """`rows` [blocks * bt]: slots, S where there is none. `owners` [blocks + 1]: who owns each
+    block, -1 for nobody; the last entry is the number of blocks that are owned. Where slots are
+    placed `direct`ly neither is read."""
 
     rows: Int[Tensor, "R"]
-    blocks: Int[Tensor, "B"]
+    owners: Int[Tensor, "B"]
+    blocks: int
+    direct: int
 
 
 def triton_mixture(
@@ -47,14 +52,66 @@ def triton_mixture(
     gate_up_XFM: Float[Tensor, "X F M"],
     down_XMI: Float[Tensor, "X M I"],
 ) -> Float[Tensor, "T M"]:
-    """`naive_route`, then `naive_experts`; V experts are routed. All tensors are contiguous."""
+    """`naive_route`, then `naive_experts`. All tensors are contiguous."""
     if not len(x_TM):
         return torch.empty_like(x_TM)
     experts, hidden, inner = down_XMI.shape
     shape = ExpertsShape(hidden, inner, experts, choice.top_k + choice.num_shared)
     plan = experts_plan(len(x_TM), shape, gpu)
-    routing, placed = triton_route(x_TM, router_VM, bias_V, choice, plan)
-    return triton_experts(x_TM, routing, gate_up_XFM, down_XMI, plan, placed)
+    routing = triton_route(x_TM, router_VM, bias_V, choice, plan.early)
+    return triton_experts(x_TM, routing, gate_up_XFM, down_XMI, plan)
+
+
+def triton_route(
+    x_TM: Float[Tensor, "T M"],
+    router_VM: Float[Tensor, "V M"],
+    bias_V: Float[Tensor, "V"],
+    choice: Choice,
+    early: bool,
+) -> Routing:
+    """As `naive_route`. `x` is bf16, the router fp32."""
+    assert x_TM.dtype == torch.bfloat16, x_TM.dtype
+    assert router_VM.dtype == bias_V.dtype == torch.float32, (router_VM.dtype, bias_V.dtype)
+    (tokens, hidden), num_experts = x_TM.shape, len(router_VM)
+    made, device = router_tiles(tokens, hidden), x_TM.device
+    part = torch.empty((made.spans, tokens, num_experts), dtype=torch.float32, device=device)
+    kernels.score[(-(-tokens // made.bt), made.spans)](
+        part,
+        x_TM,
+        router_VM,
+        tokens,
+        num_experts,
+        M=hidden,
+        BT=made.bt,
+        XP=max(64, power_of_2(num_experts)),
+        BK=ROUTER_BK,
+        SPAN=made.span,
+        MULTIPLY=tl.bfloat16 if x_TM.is_cuda else tl.float32,
+        num_warps=4,
+        num_stages=3,
+        **_early(early),
+    )
+    top_k = choice.top_k + choice.num_shared
+    ids_TK = torch.empty((tokens, top_k), dtype=torch.int32, device=device)
+    weights_TK = torch.empty((tokens, top_k), dtype=torch.float32, device=device)
+    kernels.choose[(tokens,)](
+        ids_TK,
+        weights_TK,
+        part,
+        bias_V,
+        tokens,
+        num_experts,
+        choice.scaling,
+        SPANS=made.spans,
+        ROUTED=choice.top_k,
+        SHARED=choice.num_shared,
+        NORMALIZE=choice.normalize,
+        XP=max(32, power_of_2(num_experts)),
+        KP=power_of_2(top_k),
+        num_warps=1,
+        **_early(early),
+    )
+    return Routing(ids_TK, weights_TK)
 
 
 def triton_experts(
@@ -63,184 +120,114 @@ def triton_experts(
     gate_up_XFM: Float[Tensor, "X F M"],
     down_XMI: Float[Tensor, "X M I"],
     plan: ExpertsPlan,
-    placed: Placed | None = None,
 ) -> Float[Tensor, "T M"]:
-    """As `naive_experts`; choices outside [0, X) add nothing. All tensors are contiguous.
-    `placed`: where the caller has placed the slots in blocks of `plan.bt`."""
-    ids_TK = routing.expert_ids
+    """As `naive_experts`; choices outside [0, X) add nothing. All tensors are contiguous."""
     if not len(x_TM):
         return torch.empty_like(x_TM)
-    placed = placed or place(ids_TK, len(down_XMI), plan)
-    act_RI = run_up(x_TM, gate_up_XFM, placed, ids_TK.shape[1], plan)
-    part_SM = run_down(act_RI, down_XMI, placed, ids_TK.numel(), plan)
-    return join(part_SM, routing, len(down_XMI), plan)
+    ids_TK, experts = routing.expert_ids, len(down_XMI)
+    placed = place(ids_TK, experts, plan)
+    act_RI = run_up(x_TM, gate_up_XFM, ids_TK, placed, plan)
+    part_SM = run_down(act_RI, down_XMI, ids_TK, placed, plan)
+    return join(part_SM, routing, experts, plan)
 
 
-def triton_route(
-    x_TM: Float[Tensor, "T M"],
-    router_XM: Float[Tensor, "X M"],
-    bias_X: Float[Tensor, "X"],
-    choice: Choice,
-    experts: ExpertsPlan,
-) -> tuple[Routing, Placed]:
-    """As `route`, its choice followed by the shared experts with weight 1, and placed. `x` is bf16,
-    the router fp32."""
-    assert x_TM.dtype == torch.bfloat16, x_TM.dtype
-    assert router_XM.dtype == bias_X.dtype == torch.float32, (router_XM.dtype, bias_X.dtype)
-    (tokens, hidden), num_experts = x_TM.shape, len(router_XM)
-    made = router_plan(tokens, hidden)
-    top_k = choice.top_k + choice.num_shared
-    device = x_TM.device
-    part = torch.empty((made.spans, tokens, num_experts), dtype=torch.float32, device=device)
-    kernels.score[(-(-tokens // made.bt), made.spans)](
-        part,
-        x_TM,
-        router_XM,
-        tokens,
-        num_experts,
-        M=hidden,
-        BT=made.bt,
-        XP=max(64, _power(num_experts)),
-        BK=ROUTER_BK,
-        SPAN=made.span,
-        MULTIPLY=tl.bfloat16 if x_TM.is_cuda else tl.float32,
-        EARLY=experts.early,
-        num_warps=4,
-        num_stages=3,
-        **_early(experts),
-    )
-    ids_TK = torch.empty((tokens, top_k), dtype=torch.int32, device=device)
-    weights_TK = torch.empty((tokens, top_k), dtype=torch.float32, device=device)
-    all_experts = num_experts + choice.num_shared
-    placed = _placed(ids_TK.numel(), all_experts, experts, device)
-    kernels.choose[(-(-tokens // made.choosers),)](
-        ids_TK,
-        weights_TK,
-        part,
-        bias_X,
-        *placed,
-        tokens,
-        num_experts,
-        len(placed.blocks) - 1,
-        choice.scaling,
-        SPANS=made.spans,
-        ROUTED=choice.top_k,
-        SHARED=choice.num_shared,
-        NORMALIZE=choice.normalize,
-        TP=made.choosers,
-        XP=_power(all_experts),
-        BT=experts.bt if made.places else 0,
-        EARLY=experts.early,
-        num_warps=4,
-        **_early(experts),
-    )
-    routing = Routing(ids_TK, weights_TK)
-    return routing, placed if made.places else place(ids_TK, all_experts, experts, placed)
-
-
-def place(
-    expert_ids: Int[Tensor, "T K"],
-    num_experts: int,
-    plan: ExpertsPlan,
-    into: Placed | None = None,
-) -> Placed:
+def place(expert_ids: Int[Tensor, "T K"], num_experts: int, plan: ExpertsPlan) -> Placed:
     """The batch's slots in blocks of one expert each."""
-    slots, device = expert_ids.numel(), expert_ids.device
-    placed = into or _placed(slots, num_experts, plan, device)
-    each, experts = share(slots), _power(num_experts)
-    shares = -(-slots // each)
+    (tokens, _), slots, device = expert_ids.shape, expert_ids.numel(), expert_ids.device
+    how = direct(tokens, slots, num_experts, plan)
+    if how:
+        return Placed(expert_ids, expert_ids, min(slots, num_experts), how)
+    blocks = max_blocks(slots, num_experts, plan.bt)
+    rows = torch.empty(blocks * plan.bt, dtype=torch.int32, device=device)
+    owners = torch.empty(blocks + 1, dtype=torch.int32, device=device)
+    share, counted = sort_share(slots)
+    shares, experts = -(-slots // share), power_of_2(num_experts + 1)
     counts = torch.empty((shares, experts), dtype=torch.int32, device=device)
-    fixed = {"SHARE": each, "CHUNK": CHUNK, "XP": experts, "EARLY": plan.early}
-    options = {"num_warps": 8, **_early(plan)}
-    if shares > 1:
-        kernels.count[(shares,)](counts, expert_ids, slots, num_experts, **fixed, **options)
+    fixed = {"SHARE": share, "XP": experts, "num_warps": 4, **_early(plan.early)}
+    if counted:
+        kernels.count[(shares,)](counts, expert_ids, slots, num_experts, **fixed)
     kernels.place[(shares,)](
-        *placed,
+        rows,
+        owners,
         counts,
         expert_ids,
         slots,
         num_experts,
-        len(placed.blocks) - 1,
+        blocks,
         shares,
+        CHUNK=SORT_CHUNK,
         BT=plan.bt,
-        COUNTED=shares > 1,
+        COUNTED=counted,
         **fixed,
-        **options,
     )
-    return placed
-
-
-def _placed(slots: int, num_experts: int, plan: ExpertsPlan, device: torch.device) -> Placed:
-    blocks = max_blocks(slots, num_experts, plan.bt)
-    rows = torch.empty(blocks * plan.bt, dtype=torch.int32, device=device)
-    return Placed(rows, torch.empty(blocks + 1, dtype=torch.int32, device=device))
+    return Placed(rows, owners, blocks, 0)
 
 
 def run_up(
     x_TM: Float[Tensor, "T M"],
     gate_up_XFM: Float[Tensor, "X F M"],
+    ids_TK: Int[Tensor, "T K"],
     placed: Placed,
-    top_k: int,
     plan: ExpertsPlan,
 ) -> Float[Tensor, "R I"]:
     """silu(gate x) * up x for the rows of every block that has an owner."""
-    (tokens, hidden), inner, up = x_TM.shape, gate_up_XFM.shape[1] // 2, plan.up
-    blocks, slots = len(placed.blocks) - 1, tokens * top_k
-    rows = x_TM
-    if up.sorted:
-        rows = x_TM.new_empty((blocks * plan.bt, hidden))
-        kernels.gather[(blocks * plan.bt,)](
-            rows,
-            x_TM,
-            *placed,
-            slots,
-            M=hidden,
-            K=top_k,
-            BT=plan.bt,
-            BN=_power(hidden),
-            EARLY=plan.early,
-            num_warps=4,
-            **_early(plan),
-        )
-    act_RI = x_TM.new_empty((blocks * plan.bt, inner))
-    kernels.up[_grid(up, blocks, inner)](
-        _rows(rows, up, plan),
+    hidden, inner, up = x_TM.shape[1], gate_up_XFM.shape[1] // 2, plan.up
+    rows = placed.blocks * plan.bt
+    x = _gathered(x_TM, ids_TK, placed, plan) if up.sorted else x_TM
+    act_RI = x_TM.new_empty((rows, inner))
+    kernels.up[_grid(up, placed.blocks, inner)](
+        *_rows(x, up, plan),
         _boxes(gate_up_XFM, up),
         act_RI,
-        *placed,
-        slots,
-        blocks,
+        *_batch(ids_TK, placed, len(gate_up_XFM)),
         M=hidden,
-        I=inner,
-        K=top_k,
-        **_options(up, plan),
+        INNER=inner,
+        **_options(up, plan, placed, ids_TK.shape[1]),
     )
     return act_RI
+
+
+def _gathered(
+    x_TM: Float[Tensor, "T M"], ids_TK: Int[Tensor, "T K"], placed: Placed, plan: ExpertsPlan
+) -> Float[Tensor, "R M"]:
+    hidden, rows = x_TM.shape[1], placed.blocks * plan.bt
+    x_RM = x_TM.new_empty((rows, hidden))
+    kernels.gather[(rows,)](
+        x_RM,
+        x_TM,
+        placed.rows,
+        placed.owners,
+        ids_TK.numel(),
+        M=hidden,
+        K=ids_TK.shape[1],
+        BT=plan.bt,
+        BN=power_of_2(hidden),
+        num_warps=4,
+        **_early(plan.early),
+    )
+    return x_RM
 
 
 def run_down(
     act_RI: Float[Tensor, "R I"],
     down_XMI: Float[Tensor, "X M I"],
+    ids_TK: Int[Tensor, "T K"],
     placed: Placed,
-    slots: int,
     plan: ExpertsPlan,
 ) -> Float[Tensor, "S M"]:
     """Each slot's expert's output."""
-    _, hidden, inner = down_XMI.shape
-    blocks, down = len(placed.blocks) - 1, plan.down
-    part_SM = act_RI.new_empty((slots, hidden))
-    kernels.down[_grid(down, blocks, hidden)](
-        _rows(act_RI, down, plan),
+    experts, hidden, inner = down_XMI.shape
+    down = plan.down
+    part_SM = act_RI.new_empty((ids_TK.numel(), hidden))
+    kernels.down[_grid(down, placed.blocks, hidden)](
+        *_rows(act_RI, down, plan),
         _boxes(down_XMI, down),
-        down_XMI,
         part_SM,
-        *placed,
-        slots,
-        blocks,
+        *_batch(ids_TK, placed, experts),
         M=hidden,
-        I=inner,
-        PREFETCH=down.prefetch,
-        **_options(down, plan),
+        INNER=inner,
+        AHEAD=down.ahead and plan.early,
+        **_options(down, plan, placed, ids_TK.shape[1]),
     )
     return part_SM
 
@@ -251,7 +238,7 @@ def join(
     """Each token's weighted sum over its choices, in their order."""
     (tokens, top_k), hidden = routing.expert_ids.shape, part_SM.shape[1]
     out_TM = part_SM.new_empty((tokens, hidden))
-    width = min(_power(hidden), WIDE)
+    width = min(power_of_2(hidden), WIDE if tokens > 64 else WIDE // 4)
     kernels.join[(tokens, -(-hidden // width))](
         out_TM,
         part_SM,
@@ -260,11 +247,10 @@ def join(
         num_experts,
         M=hidden,
         K=top_k,
-        KP=_power(top_k),
+        KP=power_of_2(top_k),
         BN=width,
-        EARLY=plan.early,
         num_warps=4,
-        **_early(plan),
+        **_early(plan.early),
     )
     return out_TM
 
@@ -273,8 +259,12 @@ def _grid(tile: Tile, blocks: int, channels: int) -> tuple[int]:
     return (tile.programs or blocks * -(-channels // tile.bn),)
 
 
-def _rows(x: Tensor, tile: Tile, plan: ExpertsPlan) -> Tensor | TensorDescriptor:
-    return TensorDescriptor.from_tensor(x, [plan.bt, tile.bk]) if tile.sorted else x
+def _rows(x: Tensor, tile: Tile, plan: ExpertsPlan) -> tuple[Tensor | TensorDescriptor, ...]:
+    """By whole and by half blocks."""
+    if not tile.sorted:
+        return x, x
+    whole, half = [plan.bt, tile.bk], [plan.bt // 2, tile.bk]
+    return TensorDescriptor.from_tensor(x, whole), TensorDescriptor.from_tensor(x, half)
 
 
 def _boxes(weight: Tensor, tile: Tile) -> TensorDescriptor:
@@ -282,8 +272,15 @@ def _boxes(weight: Tensor, tile: Tile) -> TensorDescriptor:
     return TensorDescriptor.from_tensor(flat, [tile.bn, tile.bk])
 
 
-def _options(tile: Tile, plan: ExpertsPlan) -> dict[str, int]:
+def _batch(ids_TK: Tensor, placed: Placed, experts: int) -> tuple[Tensor | int, ...]:
+    tokens, slots = len(ids_TK), ids_TK.numel()
+    return placed.rows, placed.owners, ids_TK, tokens, slots, placed.blocks, experts
+
+
+def _options(tile: Tile, plan: ExpertsPlan, placed: Placed, top_k: int) -> dict[str, int]:
     return {
+        "K": top_k,
+        "KP": power_of_2(top_k),
         "BT": plan.bt,
         "BN": tile.bn,
         "BK": tile.bk,
@@ -292,17 +289,13 @@ def _options(tile: Tile, plan: ExpertsPlan) -> dict[str, int]:
         "PROGRAMS": tile.programs,
         "FLAT": tile.flat,
         "SPLIT": tile.split,
-        "EARLY": plan.early,
+        "DIRECT": placed.direct,
+        "HALVES": tile.halves and not placed.direct,
         "num_warps": tile.warps,
         "num_stages": tile.stages,
-        **_early(plan),
+        **_early(plan.early),
     }
 
 
-def _early(plan: ExpertsPlan) -> dict[str, bool]:
-    return {"launch_pdl": True} if plan.early else {}
-
-
-def _power(n: int) -> int:
-    """The power of two from `n` on."""
-    return 1 << (n - 1).bit_length()
+def _early(early: bool) -> dict[str, bool]:
+    return {"EARLY": early} | ({"launch_pdl": True} if early else {})

@@ -13,14 +13,18 @@ ALIGN_BYTES = 16
 ITEM_BYTES = 2  # bf16
 # What a program needs of shared memory beside its stages.
 SPARE_BYTES = 2048
+# Slots that a program of the sort counts at once; above so many, a launch of its own counts.
+SORT_CHUNK, SORT_WHOLE = 1024, 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tile:
     """One product's tiles: BN output channels (of gate and of up each), BK input channels a step.
     `swap`: weights are the left operand, for few tokens. `sorted`: rows come in blocks, by
-    descriptor; else they are gathered. `programs`: 0, or how many share all tiles. `split`: warps of
-    their own load (Hopper, with `sorted` and 4 warps, which become 12)."""
+    descriptor; else they are gathered. `programs`: 0, or how many share all tiles, in one loop
+    (`flat`) or two. `split`: warps of their own load (Hopper, with `sorted` and 4 warps, which
+    become 12). `halves`: blocks that are at most half full take half a tile. `ahead` (down, not
+    `sorted`): first weights are loaded before the rows are there."""
 
     bn: int
     bk: int
@@ -31,7 +35,12 @@ class Tile:
     programs: int = 0
     flat: bool = False
     split: bool = False
-    prefetch: bool = False
+    halves: bool = False
+    ahead: bool = False
+
+    def __post_init__(self) -> None:
+        assert not self.ahead or not (self.sorted or self.programs), self
+        assert not self.halves or not self.programs, self
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,41 +63,6 @@ class Choice:
     scaling: float
 
 
-class RouterTiles(NamedTuple):
-    """`bt` tokens a program, `spans` parts of the hidden channels of `span` each; `choosers` tokens
-    a program of the choice, which also `places` where there is only one."""
-
-    bt: int
-    spans: int
-    span: int
-    choosers: int
-    places: bool
-
-
-def router_plan(tokens: int, hidden: int) -> RouterTiles:
-    """Few tokens: the router's weights are spread over programs."""
-    if tokens > 1024:
-        return RouterTiles(64, 1, hidden, 16, False)
-    bt = 16 if tokens <= 16 else 32
-    spans = 16 if tokens <= 64 else 4
-    span = -(-hidden // spans // 64) * 64
-    spans = -(-hidden // span)
-    if tokens <= 32:
-        return RouterTiles(bt, spans, span, max(1, 1 << (tokens - 1).bit_length()), True)
-    return RouterTiles(bt, spans, span, 16, False)
-
-
-def max_blocks(slots: int, num_experts: int, bt: int) -> int:
-    """The most blocks of `bt` rows that `slots` choices can take."""
-    owners = min(slots, num_experts)
-    return (slots + owners * (bt - 1)) // bt
-
-
-def share(slots: int) -> int:
-    """Slots that one program of the sort takes."""
-    return 256 if slots <= 8192 else 1024
-
-
 class ExpertsShape(NamedTuple):
     """Channels and counts; shared experts are among both counts."""
 
@@ -96,6 +70,14 @@ class ExpertsShape(NamedTuple):
     inner: int
     experts: int
     top_k: int
+
+
+class RouterTiles(NamedTuple):
+    """`bt` tokens a program, `spans` parts of the hidden channels of `span` each."""
+
+    bt: int
+    spans: int
+    span: int
 
 
 def experts_plan(tokens: int, shape: ExpertsShape, gpu: Hardware) -> ExpertsPlan:
@@ -115,3 +97,38 @@ def experts_plan(tokens: int, shape: ExpertsShape, gpu: Hardware) -> ExpertsPlan
         return Tile(bn=bn, bk=64, stages=max(2, min(6, room // stage)), warps=warps, swap=swap)
 
     return ExpertsPlan(bt=bt, up=tile(2), down=tile(1), early=early)
+
+
+def router_tiles(tokens: int, hidden: int) -> RouterTiles:
+    """As many spans of whole 64 channels as give about 256 programs, at most 16."""
+    bt = 16 if tokens <= 16 else 32 if tokens <= 1024 else 64
+    spans = max(1, min(16, power_of_2(256 * bt // max(tokens, bt))))
+    span = -(-hidden // (spans * 64)) * 64
+    return RouterTiles(bt, -(-hidden // span), span)
+
+
+def direct(tokens: int, slots: int, num_experts: int, plan: ExpertsPlan) -> int:
+    """0: slots are placed. Where all tokens fit in one block they need not be; then blocks are
+    experts (1), or slots (2) where there are fewer."""
+    tiles = (plan.up, plan.down)
+    if tokens > plan.bt or any(tile.sorted or tile.programs for tile in tiles):
+        return 0
+    return 1 if slots > num_experts else 2
+
+
+def max_blocks(slots: int, num_experts: int, bt: int) -> int:
+    """The most blocks of `bt` rows that `slots` choices can take."""
+    owners = min(slots, num_experts)
+    return (slots + owners * (bt - 1)) // bt
+
+
+def sort_share(slots: int) -> tuple[int, bool]:
+    """Slots that one program of the sort takes, and whether they are counted by a launch before."""
+    if slots <= SORT_WHOLE:
+        return 128, False
+    return (128 if slots <= 16384 else 256), True
+
+
+def power_of_2(n: int) -> int:
+    """The power of two from `n` on."""
+    return 1 << (n - 1).bit_length()

@@ -7,10 +7,14 @@ bounds, and programs beyond the blocks end.
     rows   | expert 3: s1 s4 -  -  | expert 7: s0 ...     blocks of BT rows; `-` is S: nobody
     blocks | 3 | 7 | ... | -1 | the number of blocks
 
+Few tokens (at most BT) need no placing: a token's row is its number, and a block is an expert's
+(DIRECT 1: as many blocks as experts) or a slot's (DIRECT 2: as many as slots; the first slot that
+chose an expert runs it for all tokens).
+
 Choices outside [0, X) are nobody's: a row of padding costs nothing.
 
 Legend: T tokens, K choices a token, S = T * K slots, X experts, M hidden channels, I intermediate
-channels; weights are [X, 2I, M] and [X, M, I], viewed as [X * 2I, M] and [X * M, I]."""
+channels; weights are [X, 2I, M] and [X, M, INNER], viewed as [X * 2I, M] and [X * M, INNER]."""
 
 import triton
 import triton.language as tl
@@ -18,91 +22,6 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 # Numbers that change with a batch: one kernel for all of them.
 SIZES = ["tokens", "slots", "num_experts", "max_blocks", "shares"]
-
-
-@triton.jit
-def _one_hot(ids, slots, first, end, num_experts, CHUNK: tl.constexpr, XP: tl.constexpr):
-    """[CHUNK, XP] of the slots from `first` on, and their expert (-1: nobody's)."""
-    slot = first + tl.arange(0, CHUNK)
-    expert = tl.load(ids + slot, mask=(slot < end) & (slot < slots), other=-1).to(tl.int32)
-    expert = tl.where(expert < num_experts, expert, -1)
-    hot = (expert[:, None] == tl.arange(0, XP)[None, :]).to(tl.int32)
-    return hot, expert
-
-
-@triton.jit(do_not_specialize=SIZES)
-def count(
-    counts,
-    ids,
-    slots,
-    num_experts,
-    SHARE: tl.constexpr,
-    CHUNK: tl.constexpr,
-    XP: tl.constexpr,
-    EARLY: tl.constexpr,
-):
-    """Program i: how many of the SHARE slots from i * SHARE on chose each expert, [i, XP]."""
-    if EARLY:
-        gdc_wait()
-        gdc_launch_dependents()
-    begin = tl.program_id(0) * SHARE
-    total = tl.zeros([XP], tl.int32)
-    for first in range(begin, begin + SHARE, CHUNK):
-        hot, _ = _one_hot(ids, slots, first, begin + SHARE, num_experts, CHUNK, XP)
-        total += tl.sum(hot, 0)
-    tl.store(counts + tl.program_id(0) * XP + tl.arange(0, XP), total)
-
-
-@triton.jit(do_not_specialize=SIZES)
-def place(
-    rows,
-    blocks,
-    counts,
-    ids,
-    slots,
-    num_experts,
-    max_blocks,
-    shares,
-    SHARE: tl.constexpr,
-    CHUNK: tl.constexpr,
-    XP: tl.constexpr,
-    BT: tl.constexpr,
-    COUNTED: tl.constexpr,
-    EARLY: tl.constexpr,
-):
-    """Program i puts its SHARE slots in their rows; program 0 also writes who owns each block, and
-    nobody in the rows that a last block has left. Not COUNTED: there is one program."""
-    if EARLY:
-        gdc_wait()
-        gdc_launch_dependents()
-    x = tl.arange(0, XP)
-    share = tl.program_id(0)
-    before = tl.zeros([XP], tl.int32)
-    total = tl.zeros([XP], tl.int32)
-    if COUNTED:
-        for first in range(0, shares, 16):
-            i = first + tl.arange(0, 16)
-            some = tl.load(
-                counts + i[:, None] * XP + x[None, :], mask=(i < shares)[:, None], other=0
-            )
-            total += tl.sum(some, 0)
-            before += tl.sum(tl.where((i < share)[:, None], some, 0), 0)
-    else:
-        for first in range(0, SHARE, CHUNK):
-            hot, _ = _one_hot(ids, slots, first, SHARE, num_experts, CHUNK, XP)
-            total += tl.sum(hot, 0)
-    room = (total + BT - 1) // BT * BT
-    stop = tl.cumsum(room, 0)
-    start = stop - room
-    begin = share * SHARE
-    for first in range(begin, begin + SHARE, CHUNK):
-        hot, expert = _one_hot(ids, slots, first, begin + SHARE, num_experts, CHUNK, XP)
-        rank = tl.cumsum(hot, 0) - hot
-        at = tl.sum(hot * ((start + before)[None, :] + rank), 1)
-        tl.store(rows + at, first + tl.arange(0, CHUNK), mask=expert >= 0)
-        before += tl.sum(hot, 0)
-    if share == 0:
-        _finish(rows, blocks, slots, max_blocks, start + total, stop, BT, XP)
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -140,242 +59,128 @@ def score(
 
 @triton.jit(do_not_specialize=SIZES)
 def choose(
-    ids, weights, part, bias, rows, blocks, tokens, num_experts, max_blocks, scaling,
+    ids, weights, part, bias, tokens, num_experts, scaling,
     SPANS: tl.constexpr, ROUTED: tl.constexpr, SHARED: tl.constexpr, NORMALIZE: tl.constexpr,
-    TP: tl.constexpr, XP: tl.constexpr, BT: tl.constexpr, EARLY: tl.constexpr,
+    XP: tl.constexpr, KP: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """The ROUTED best of sigmoid(logits) + bias, the first of equals, then SHARED experts (they
-    follow the routed ones) with weight 1, for TP tokens a program. BT: rows of a block where the
-    one program also places the slots, else 0."""
+    """For the program's token the ROUTED best of sigmoid(logits) + bias, the first of equals, then
+    SHARED experts (they follow the routed ones) with weight 1."""
     K: tl.constexpr = ROUTED + SHARED
     x = tl.arange(0, XP)
-    t = tl.program_id(0) * TP + tl.arange(0, TP)
-    live = t < tokens
+    k = tl.arange(0, KP)
+    t = tl.program_id(0)
     known = x < num_experts
     extra = tl.load(bias + x, mask=known, other=0.0)
     if EARLY:
         gdc_wait()
         gdc_launch_dependents()
-    logits = tl.zeros([TP, XP], tl.float32)
+    logits = tl.zeros([XP], tl.float32)
     for j in tl.static_range(SPANS):
-        at = part + (j * tokens + t).to(tl.int64)[:, None] * num_experts + x[None, :]
-        logits += tl.load(at, mask=live[:, None] & known[None, :], other=0.0)
+        at = part + (j * tokens + t).to(tl.int64) * num_experts + x
+        logits += tl.load(at, mask=known, other=0.0)
     scores = 1.0 / (1.0 + tl.exp(-logits))
-    ranked = tl.where(known[None, :], scores + extra[None, :], float("-inf"))
-    choice = tl.full([TP, XP], -1, tl.int32)
-    total = tl.zeros([TP], tl.float32)
-    for k in tl.static_range(ROUTED):
-        best = tl.argmax(ranked, 1)
-        hot = x[None, :] == best[:, None]
-        choice = tl.where(hot, k, choice)
-        ranked = tl.where(hot, float("-inf"), ranked)
-        total += tl.sum(tl.where(hot, scores, 0.0), 1)
-        tl.store(ids + t.to(tl.int64) * K + k, best.to(tl.int32), mask=live)
-    for k in tl.static_range(SHARED):
-        hot = (x == num_experts + k)[None, :]
-        choice = tl.where(hot, ROUTED + k, choice)
-        tl.store(ids + t.to(tl.int64) * K + ROUTED + k, t * 0 + num_experts + k, mask=live)
-    weight = scores * scaling
+    ranked = tl.where(known, scores + extra, float("-inf"))
+    total = 0.0
+    chosen = tl.where(k < ROUTED, 0, num_experts + k - ROUTED)
+    weight = tl.where(k < ROUTED, 0.0, 1.0)
+    for i in tl.static_range(ROUTED):
+        best = tl.argmax(ranked, 0)
+        value = tl.sum(tl.where(x == best, scores, 0.0), 0)
+        ranked = tl.where(x == best, float("-inf"), ranked)
+        total += value
+        chosen = tl.where(k == i, best, chosen)
+        weight = tl.where(k == i, value, weight)
+    factor = scaling
     if NORMALIZE:
-        weight = scores / (total[:, None] + 1e-20) * scaling
-    weight = tl.where(known[None, :], weight, 1.0)
-    slot = t[:, None] * K + choice
-    chosen = live[:, None] & (choice >= 0)
-    tl.store(weights + slot, weight, mask=chosen)
-    if BT > 0:
-        hot = chosen.to(tl.int32)
-        total_X = tl.sum(hot, 0)
-        room = (total_X + BT - 1) // BT * BT
-        stop = tl.cumsum(room, 0)
-        start = stop - room
-        at = start[None, :] + tl.cumsum(hot, 0) - hot
-        tl.store(rows + at, slot, mask=chosen)
-        _finish(rows, blocks, tokens * K, max_blocks, start + total_X, stop, BT, XP)
+        factor = scaling / (total + 1e-20)
+    weight = tl.where(k < ROUTED, weight * factor, weight)
+    tl.store(ids + t.to(tl.int64) * K + k, chosen, mask=k < K)
+    tl.store(weights + t.to(tl.int64) * K + k, weight, mask=k < K)
 
 
 @triton.jit
-def _finish(rows, blocks, slots, max_blocks, end, stop, BT: tl.constexpr, XP: tl.constexpr):
-    """Nobody in the rows [end, stop) that experts' last blocks have left; who owns each block."""
-    for first in range(0, BT, 16):
-        at = (end + first)[:, None] + tl.arange(0, 16)[None, :]
-        tl.store(rows + at, tl.zeros([XP, 16], tl.int32) + slots, mask=at < stop[:, None])
-    num_blocks = tl.max(stop, 0) // BT
-    for first in range(0, max_blocks, 128):
-        b = first + tl.arange(0, 128)
-        owner = tl.sum((stop[None, :] <= (b * BT)[:, None]).to(tl.int32), 1)
-        owner = tl.where(b < num_blocks, owner, -1)
-        tl.store(blocks + b, owner, mask=b < max_blocks)
-    tl.store(blocks + max_blocks, num_blocks)
-
-
-@triton.jit
-def _prefetch(base, num_bytes: tl.constexpr, PARTS: tl.constexpr):
-    """Ask for `num_bytes` from `base` on to be brought to the second-level cache."""
-    part: tl.constexpr = num_bytes // PARTS
-    at = base.to(tl.int64) + tl.arange(0, PARTS).to(tl.int64) * part
-    tl.inline_asm_elementwise(
-        "cp.async.bulk.prefetch.L2.global [$1], $2; // dummy $0",
-        "=r,l,r",
-        [at, tl.full([PARTS], part, tl.int32)],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
-
-
-@triton.jit
-def _silu_mul(gate, up):
-    return gate / (1.0 + tl.exp(-gate)) * up
-
-
-@triton.jit
-def _up_tile(
-    x, gate_up, act, rows, slots, block, expert, tile,
-    M: tl.constexpr, I: tl.constexpr, K: tl.constexpr,
-    BT: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SWAP: tl.constexpr, SORTED: tl.constexpr,
-    SPLIT: tl.constexpr,
-):  # fmt: skip
-    """act[block's rows, tile's channels] = silu(gate x) * up x."""
-    row = block * BT + tl.arange(0, BT)
-    slot = tl.load(rows + row)
-    live = slot < slots
-    token = tl.where(live, slot // K, 0).to(tl.int64)
-    n0 = tile * BN
-    k = tl.arange(0, BK)
-    if not SORTED:
-        x_at = x + token[:, None] * M + k[None, :]
-    shape: tl.constexpr = [BN, BT] if SWAP else [BT, BN]
-    gate = tl.zeros(shape, tl.float32)
-    up = tl.zeros(shape, tl.float32)
-    for k0 in tl.range(0, M, BK, warp_specialize=SPLIT):
-        if SORTED:
-            x_TK = x.load([block * BT, k0])
-        elif M % BK == 0:
-            x_TK = tl.load(x_at + k0, mask=live[:, None], other=0.0)
-        else:
-            x_TK = tl.load(x_at + k0, mask=live[:, None] & (k0 + k < M)[None, :], other=0.0)
-        gate_NK = gate_up.load([expert * (2 * I) + n0, k0])
-        up_NK = gate_up.load([expert * (2 * I) + I + n0, k0])
-        if SWAP:
-            gate = tl.dot(gate_NK, x_TK.T, gate)
-            up = tl.dot(up_NK, x_TK.T, up)
-        else:
-            gate = tl.dot(x_TK, gate_NK.T, gate)
-            up = tl.dot(x_TK, up_NK.T, up)
-    n = n0 + tl.arange(0, BN)
-    value = _silu_mul(gate, up).to(act.dtype.element_ty)
-    at = act + row.to(tl.int64)[:, None] * I + n[None, :]
-    if SWAP:
-        value = value.T
-    if I % BN == 0:
-        tl.store(at, value)
-    else:
-        tl.store(at, value, mask=(n < I)[None, :])
-
-
-@triton.jit
-def _down_tile(
-    act, down, part, rows, slots, block, expert, tile,
-    M: tl.constexpr, I: tl.constexpr,
-    BT: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SWAP: tl.constexpr, SORTED: tl.constexpr,
-    SPLIT: tl.constexpr,
-):  # fmt: skip
-    """part[the slots of block's rows, tile's channels] = down act."""
-    row = block * BT + tl.arange(0, BT)
-    n0 = tile * BN
-    k = tl.arange(0, BK)
-    if not SORTED:
-        act_at = act + row.to(tl.int64)[:, None] * I + k[None, :]
-    acc = tl.zeros([BN, BT] if SWAP else [BT, BN], tl.float32)
-    for k0 in tl.range(0, I, BK, warp_specialize=SPLIT):
-        if SORTED:
-            act_TK = act.load([block * BT, k0])
-        elif I % BK == 0:
-            act_TK = tl.load(act_at + k0)
-        else:
-            act_TK = tl.load(act_at + k0, mask=(k0 + k < I)[None, :], other=0.0)
-        down_NK = down.load([expert * M + n0, k0])
-        if SWAP:
-            acc = tl.dot(down_NK, act_TK.T, acc)
-        else:
-            acc = tl.dot(act_TK, down_NK.T, acc)
-    value = acc.to(part.dtype.element_ty)
-    if SWAP:
-        value = value.T
-    slot = tl.load(rows + row)
-    n = n0 + tl.arange(0, BN)
-    at = part + slot.to(tl.int64)[:, None] * M + n[None, :]
-    tl.store(at, value, mask=(slot < slots)[:, None] & (n < M)[None, :])
+def _expert(ids, slot, end, num_experts, XP: tl.constexpr):
+    """Of slots before `end`; XP - 1 where it is nobody's."""
+    expert = tl.load(ids + slot, mask=slot < end, other=-1).to(tl.int32)
+    return tl.where((expert >= 0) & (expert < num_experts), expert, XP - 1)
 
 
 @triton.jit(do_not_specialize=SIZES)
-def up(
-    x, gate_up, act, rows, blocks, slots, max_blocks,
-    M: tl.constexpr, I: tl.constexpr, K: tl.constexpr,
-    BT: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    SWAP: tl.constexpr, SORTED: tl.constexpr, PROGRAMS: tl.constexpr, FLAT: tl.constexpr,
-    SPLIT: tl.constexpr, EARLY: tl.constexpr,
+def count(
+    counts, ids, slots, num_experts,
+    SHARE: tl.constexpr, XP: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Tiles are numbered by block, then by channels. PROGRAMS 0: one tile a program, else so many
-    programs share them. x [T, M], act [rows, I], `gate_up` a descriptor of [BN, BK] boxes."""
+    """Program i: how many of the SHARE slots from i * SHARE on chose each expert, [i, XP]."""
     if EARLY:
         gdc_wait()
         gdc_launch_dependents()
-    tiles: tl.constexpr = (I + BN - 1) // BN
-    if PROGRAMS == 0:
-        block = tl.program_id(0) // tiles
-        expert = tl.load(blocks + block)
-        if expert >= 0:
-            _up_tile(x, gate_up, act, rows, slots, block, expert, tl.program_id(0) % tiles,
-                     M, I, K, BT, BN, BK, SWAP, SORTED, SPLIT)  # fmt: skip
-    else:
-        last = tl.load(blocks + max_blocks) * tiles
-        for tile in tl.range(tl.program_id(0), last, PROGRAMS, flatten=FLAT):
-            block = tile // tiles
-            expert = tl.load(blocks + block)
-            _up_tile(x, gate_up, act, rows, slots, block, expert, tile % tiles,
-                     M, I, K, BT, BN, BK, SWAP, SORTED, SPLIT)  # fmt: skip
+    slot = tl.program_id(0) * SHARE + tl.arange(0, SHARE)
+    total = tl.histogram(_expert(ids, slot, slots, num_experts, XP), XP)
+    tl.store(counts + tl.program_id(0) * XP + tl.arange(0, XP), total)
 
 
 @triton.jit(do_not_specialize=SIZES)
-def down(
-    act, down_w, weight, part, rows, blocks, slots, max_blocks,
-    M: tl.constexpr, I: tl.constexpr,
-    BT: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    SWAP: tl.constexpr, SORTED: tl.constexpr, PROGRAMS: tl.constexpr, FLAT: tl.constexpr,
-    SPLIT: tl.constexpr, EARLY: tl.constexpr, PREFETCH: tl.constexpr,
+def place(
+    rows, blocks, counts, ids, slots, num_experts, max_blocks, shares,
+    SHARE: tl.constexpr, CHUNK: tl.constexpr, XP: tl.constexpr, BT: tl.constexpr,
+    COUNTED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """As `up`. `weight` is the tensor that `down_w` describes. EARLY: who owns a block is known
-    before `up` has ended (it told us to start after its own wait). PREFETCH: bring this program's
-    weights near while waiting."""
-    tiles: tl.constexpr = (M + BN - 1) // BN
+    """Program i puts its SHARE slots in their rows, in order; the first writes nobody in the rows
+    that experts' last blocks have left, the last who owns each block. COUNTED: `count` has run,
+    else each program counts all slots, CHUNK at once."""
     if EARLY:
-        if PREFETCH:
-            owner = tl.load(blocks + tl.program_id(0) // tiles)
-            if owner >= 0:
-                first = owner.to(tl.int64) * M + tl.program_id(0) % tiles * BN
-                _prefetch(weight + first * I, BN * I * 2, 128)
         gdc_wait()
         gdc_launch_dependents()
-    if PROGRAMS == 0:
-        block = tl.program_id(0) // tiles
-        expert = tl.load(blocks + block)
-        if expert >= 0:
-            _down_tile(act, down_w, part, rows, slots, block, expert, tl.program_id(0) % tiles,
-                       M, I, BT, BN, BK, SWAP, SORTED, SPLIT)  # fmt: skip
+    x = tl.arange(0, XP)
+    share = tl.program_id(0)
+    if COUNTED:
+        befores = tl.zeros([32, XP], tl.int32)
+        totals = tl.zeros([32, XP], tl.int32)
+        for first in range(0, shares, 32):
+            i = first + tl.arange(0, 32)
+            at = counts + i[:, None] * XP + x[None, :]
+            some = tl.load(at, mask=(i < shares)[:, None], other=0)
+            totals += some
+            befores += tl.where((i < share)[:, None], some, 0)
+        before = tl.sum(befores, 0)
+        total = tl.sum(totals, 0)
     else:
-        last = tl.load(blocks + max_blocks) * tiles
-        for tile in tl.range(tl.program_id(0), last, PROGRAMS, flatten=FLAT):
-            block = tile // tiles
-            expert = tl.load(blocks + block)
-            _down_tile(act, down_w, part, rows, slots, block, expert, tile % tiles,
-                       M, I, BT, BN, BK, SWAP, SORTED, SPLIT)  # fmt: skip
+        before = tl.zeros([XP], tl.int32)
+        total = tl.zeros([XP], tl.int32)
+        for first in range(0, slots, CHUNK):
+            slot = first + tl.arange(0, CHUNK)
+            expert = _expert(ids, slot, slots, num_experts, XP)
+            total += tl.histogram(expert, XP)
+            before += tl.histogram(tl.where(slot < share * SHARE, expert, XP - 1), XP)
+    total = tl.where(x < num_experts, total, 0)
+    room = (total + BT - 1) // BT * BT
+    stop = tl.cumsum(room, 0)
+    start = stop - room
+    slot = share * SHARE + tl.arange(0, SHARE)
+    expert = _expert(ids, slot, slots, num_experts, XP)
+    other_slot = share * SHARE + tl.arange(0, SHARE)
+    other = _expert(ids, other_slot, slots, num_experts, XP)
+    same = (other[None, :] == expert[:, None]) & (other_slot[None, :] < slot[:, None])
+    at = tl.gather(start + before, expert, 0) + tl.sum(same.to(tl.int32), 1)
+    tl.store(rows + at, slot, mask=(expert < num_experts) & (slot < slots))
+    if share == 0:
+        for first in range(0, BT, 16):
+            at = (start + total + first)[:, None] + tl.arange(0, 16)[None, :]
+            tl.store(rows + at, tl.zeros([XP, 16], tl.int32) + slots, mask=at < stop[:, None])
+    if share == shares - 1:
+        num_blocks = tl.max(stop, 0) // BT
+        for first in range(0, max_blocks, 128):
+            b = first + tl.arange(0, 128)
+            owner = tl.sum((stop[None, :] <= (b * BT)[:, None]).to(tl.int32), 1)
+            owner = tl.where(b < num_blocks, owner, -1)
+            tl.store(blocks + b, owner, mask=b < max_blocks)
+        tl.store(blocks + max_blocks, num_blocks)
 
 
 @triton.jit(do_not_specialize=SIZES)
 def gather(
-    out, x, rows, blocks, slots, M: tl.constexpr, K: tl.constexpr, BT: tl.constexpr,
-    BN: tl.constexpr, EARLY: tl.constexpr,
+    out, x, rows, blocks, slots,
+    M: tl.constexpr, K: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """out[r] = x[token of row r], zero for nobody, for blocks that have an owner."""
     if EARLY:
@@ -391,19 +196,213 @@ def gather(
     tl.store(out + row.to(tl.int64) * M + n, value, mask=n < M)
 
 
+@triton.jit
+def _owner(
+    rows, blocks, ids, block, tokens, slots, num_experts,
+    K: tl.constexpr, KP: tl.constexpr, BT: tl.constexpr, DIRECT: tl.constexpr,
+):  # fmt: skip
+    """A block's expert, -1 for nobody, and its rows' slots, S for nobody."""
+    lane = tl.arange(0, BT)
+    if DIRECT == 0:
+        expert = tl.load(blocks + block)
+        slot = tl.load(rows + block * BT + lane)
+    else:
+        if DIRECT == 1:
+            expert = block
+        else:
+            expert = tl.load(ids + block).to(tl.int32)
+        k = tl.arange(0, KP)
+        at = lane[:, None] * K + k[None, :]
+        there = (lane < tokens)[:, None] & (k < K)[None, :]
+        chosen = tl.load(ids + at, mask=there, other=-1).to(tl.int32)
+        slot = tl.min(tl.where(there & (chosen == expert), at, slots), 1)
+        first = tl.min(slot, 0)
+        if DIRECT == 1:
+            expert = tl.where(first < slots, expert, -1)
+        else:
+            ours = (first == block) & (expert >= 0) & (expert < num_experts)
+            expert = tl.where(ours, expert, -1)
+    return expert, slot
+
+
+@triton.jit
+def _up_tile(
+    x, gate_up, act, slot, slots, row0, expert, tile,
+    M: tl.constexpr, INNER: tl.constexpr, K: tl.constexpr,
+    BT: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    SWAP: tl.constexpr, SORTED: tl.constexpr, SPLIT: tl.constexpr,
+):  # fmt: skip
+    """act[BT rows from row0 on, tile's channels] = silu(gate x) * up x."""
+    live = slot < slots
+    n0 = tile * BN
+    k = tl.arange(0, BK)
+    if not SORTED:
+        token = tl.where(live, slot // K, 0).to(tl.int64)
+        x_at = x + token[:, None] * M + k[None, :]
+    shape: tl.constexpr = [BN, BT] if SWAP else [BT, BN]
+    gate = tl.zeros(shape, tl.float32)
+    up = tl.zeros(shape, tl.float32)
+    for k0 in tl.range(0, M, BK, warp_specialize=SPLIT):
+        if SORTED:
+            x_TK = x.load([row0, k0])
+        elif M % BK == 0:
+            x_TK = tl.load(x_at + k0, mask=live[:, None], other=0.0)
+        else:
+            x_TK = tl.load(x_at + k0, mask=live[:, None] & (k0 + k < M)[None, :], other=0.0)
+        gate_NK = gate_up.load([expert * (2 * INNER) + n0, k0])
+        up_NK = gate_up.load([expert * (2 * INNER) + INNER + n0, k0])
+        if SWAP:
+            gate = tl.dot(gate_NK, x_TK.T, gate)
+            up = tl.dot(up_NK, x_TK.T, up)
+        else:
+            gate = tl.dot(x_TK, gate_NK.T, gate)
+            up = tl.dot(x_TK, up_NK.T, up)
+    n = n0 + tl.arange(0, BN)
+    row = row0 + tl.arange(0, BT)
+    value = (gate / (1.0 + tl.exp(-gate)) * up).to(act.dtype.element_ty)
+    at = act + row.to(tl.int64)[:, None] * INNER + n[None, :]
+    if SWAP:
+        value = value.T
+    if INNER % BN == 0:
+        tl.store(at, value)
+    else:
+        tl.store(at, value, mask=(n < INNER)[None, :])
+
+
+@triton.jit
+def _down_tile(
+    act, down, part, slot, slots, row0, expert, tile,
+    M: tl.constexpr, INNER: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    SWAP: tl.constexpr, SORTED: tl.constexpr, SPLIT: tl.constexpr, AHEAD: tl.constexpr,
+):  # fmt: skip
+    """part[slots of BT rows, tile's channels] = down act[BT rows from row0 on]. AHEAD: the first
+    weights are loaded before what makes `act` is waited for."""
+    n0 = tile * BN
+    k = tl.arange(0, BK)
+    row = row0 + tl.arange(0, BT)
+    if not SORTED:
+        act_at = act + row.to(tl.int64)[:, None] * INNER + k[None, :]
+    acc = tl.zeros([BN, BT] if SWAP else [BT, BN], tl.float32)
+    if AHEAD:
+        down_NK = down.load([expert * M + n0, 0])
+        gdc_wait()
+        gdc_launch_dependents()
+        act_TK = tl.load(act_at)
+        acc = tl.dot(down_NK, act_TK.T, acc)
+    for k0 in tl.range(BK if AHEAD else 0, INNER, BK, warp_specialize=SPLIT):
+        if SORTED:
+            act_TK = act.load([row0, k0])
+        elif INNER % BK == 0:
+            act_TK = tl.load(act_at + k0)
+        else:
+            act_TK = tl.load(act_at + k0, mask=(k0 + k < INNER)[None, :], other=0.0)
+        down_NK = down.load([expert * M + n0, k0])
+        if SWAP:
+            acc = tl.dot(down_NK, act_TK.T, acc)
+        else:
+            acc = tl.dot(act_TK, down_NK.T, acc)
+    value = acc.to(part.dtype.element_ty)
+    if SWAP:
+        value = value.T
+    n = n0 + tl.arange(0, BN)
+    at = part + slot.to(tl.int64)[:, None] * M + n[None, :]
+    tl.store(at, value, mask=(slot < slots)[:, None] & (n < M)[None, :])
+
+
+@triton.jit(do_not_specialize=SIZES)
+def up(
+    x, x_half, gate_up, act, rows, blocks, ids, tokens, slots, max_blocks, num_experts,
+    M: tl.constexpr, INNER: tl.constexpr, K: tl.constexpr, KP: tl.constexpr,
+    BT: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    SWAP: tl.constexpr, SORTED: tl.constexpr, PROGRAMS: tl.constexpr, FLAT: tl.constexpr,
+    SPLIT: tl.constexpr, DIRECT: tl.constexpr, HALVES: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """Tiles are numbered by block, then by channels. PROGRAMS 0: one tile a program, else so many
+    programs share them. x [T, M], act [rows, I], `gate_up` a descriptor of [BN, BK] boxes. HALVES:
+    a block that is at most half full takes half a tile. SORTED: `x` and `x_half` are descriptors of
+    gathered rows."""
+    if EARLY:
+        gdc_wait()
+        gdc_launch_dependents()
+    tiles: tl.constexpr = (INNER + BN - 1) // BN
+    HALF: tl.constexpr = BT // 2
+    if PROGRAMS == 0:
+        block = tl.program_id(0) // tiles
+        tile = tl.program_id(0) % tiles
+        expert, slot = _owner(rows, blocks, ids, block, tokens, slots, num_experts,
+                              K, KP, BT, DIRECT)  # fmt: skip
+        if expert >= 0:
+            if HALVES:
+                if tl.load(rows + block * BT + HALF) >= slots:
+                    half = tl.load(rows + block * BT + tl.arange(0, HALF))
+                    _up_tile(x_half, gate_up, act, half, slots, block * BT, expert, tile,
+                             M, INNER, K, HALF, BN, BK, SWAP, SORTED, SPLIT)  # fmt: skip
+                else:
+                    _up_tile(x, gate_up, act, slot, slots, block * BT, expert, tile,
+                             M, INNER, K, BT, BN, BK, SWAP, SORTED, SPLIT)  # fmt: skip
+            else:
+                _up_tile(x, gate_up, act, slot, slots, block * BT, expert, tile,
+                         M, INNER, K, BT, BN, BK, SWAP, SORTED, SPLIT)  # fmt: skip
+    else:
+        last = tl.load(blocks + max_blocks) * tiles
+        for number in tl.range(tl.program_id(0), last, PROGRAMS, flatten=FLAT):
+            block = number // tiles
+            expert = tl.load(blocks + block)
+            slot = tl.load(rows + block * BT + tl.arange(0, BT))
+            _up_tile(x, gate_up, act, slot, slots, block * BT, expert, number % tiles,
+                     M, INNER, K, BT, BN, BK, SWAP, SORTED, SPLIT)  # fmt: skip
+
+
+@triton.jit(do_not_specialize=SIZES)
+def down(
+    act, act_half, weights, part, rows, blocks, ids, tokens, slots, max_blocks, num_experts,
+    M: tl.constexpr, INNER: tl.constexpr, K: tl.constexpr, KP: tl.constexpr,
+    BT: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    SWAP: tl.constexpr, SORTED: tl.constexpr, PROGRAMS: tl.constexpr, FLAT: tl.constexpr,
+    SPLIT: tl.constexpr, DIRECT: tl.constexpr, HALVES: tl.constexpr, AHEAD: tl.constexpr,
+    EARLY: tl.constexpr,
+):  # fmt: skip
+    """As `up`, from act [rows, I] to part [S, M]. AHEAD (with EARLY): who owns a block was known
+    before `up` began, which asked for this launch after its own wait."""
+    if EARLY and not AHEAD:
+        gdc_wait()
+        gdc_launch_dependents()
+    tiles: tl.constexpr = (M + BN - 1) // BN
+    HALF: tl.constexpr = BT // 2
+    if PROGRAMS == 0:
+        block = tl.program_id(0) // tiles
+        tile = tl.program_id(0) % tiles
+        expert, slot = _owner(rows, blocks, ids, block, tokens, slots, num_experts,
+                              K, KP, BT, DIRECT)  # fmt: skip
+        if expert >= 0:
+            if HALVES:
+                if tl.load(rows + block * BT + HALF) >= slots:
+                    half = tl.load(rows + block * BT + tl.arange(0, HALF))
+                    _down_tile(act_half, weights, part, half, slots, block * BT, expert, tile,
+                               M, INNER, HALF, BN, BK, SWAP, SORTED, SPLIT, AHEAD)  # fmt: skip
+                else:
+                    _down_tile(act, weights, part, slot, slots, block * BT, expert, tile,
+                               M, INNER, BT, BN, BK, SWAP, SORTED, SPLIT, AHEAD)  # fmt: skip
+            else:
+                _down_tile(act, weights, part, slot, slots, block * BT, expert, tile,
+                           M, INNER, BT, BN, BK, SWAP, SORTED, SPLIT, AHEAD)  # fmt: skip
+        elif AHEAD:
+            gdc_wait()  # what comes next waits for this launch alone
+    else:
+        last = tl.load(blocks + max_blocks) * tiles
+        for number in tl.range(tl.program_id(0), last, PROGRAMS, flatten=FLAT):
+            block = number // tiles
+            expert = tl.load(blocks + block)
+            slot = tl.load(rows + block * BT + tl.arange(0, BT))
+            _down_tile(act, weights, part, slot, slots, block * BT, expert, number % tiles,
+                       M, INNER, BT, BN, BK, SWAP, SORTED, SPLIT, AHEAD)  # fmt: skip
+
+
 @triton.jit(do_not_specialize=SIZES)
 def join(
-    out,
-    part,
-    ids,
-    weights,
-    num_experts,
-    M: tl.constexpr,
-    K: tl.constexpr,
-    KP: tl.constexpr,
-    BN: tl.constexpr,
-    EARLY: tl.constexpr,
-):
+    out, part, ids, weights, num_experts,
+    M: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, BN: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
     """out[t, n] = sum over k of weights[t, k] * part[t * K + k, n] for the BN channels of program
     (t, j); a choice that is nobody's adds nothing, whatever `part` holds there."""
     if EARLY:
