@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from vitrail.attention.installed import releases
 from vitrail.attention.plan import PlanLimits, PlanTable, make_table
 from vitrail.config.hardware import CPU, Hardware, from_device
 from vitrail.config.model import DType, SiglipConfig
@@ -62,7 +63,11 @@ def plans(tower: Siglip, hardware: Hardware, dtype: DType, prefer: str | None) -
     limits = PlanLimits(
         dtype=dtype, page_size=None, max_batch=TILES, max_q_len=length, max_kv_len=length
     )
-    return make_table(tower.sites(), limits, hardware, prefer)
+    table = make_table(tower.sites(), limits, hardware, prefer, releases())
+    for warning in table.warnings:
+        print(warning)
+    print("attention:", *sorted({plan.backend for plan in table}))
+    return table
 
 
 def plain(tower: Siglip, patches: Tensor) -> Tensor:
@@ -123,7 +128,7 @@ def matrix_rate(device: torch.device, seconds: float, shapes: list[tuple[int, in
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, default=20)
-    parser.add_argument("--attention", default="triton")
+    parser.add_argument("--attention", help="default the planned one")
     parser.add_argument("--tiny", action="store_true")
     args = parser.parse_args()
     config = TINY if args.tiny else PUBLISHED
