@@ -8,6 +8,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from vitrail.config.model import RopeConfig
+from vitrail.ops.mla.naive import Turns
 from vitrail.ops.rope.naive import rope_table, rotate
 
 
@@ -19,6 +20,10 @@ class Rotary:
     cos_TF: Float[Tensor, "T F"]
     sin_TF: Float[Tensor, "T F"]
     interleaved: bool
+
+    def part(self, tokens: slice) -> Turns:
+        """Of some of the tokens, for ops that rotate among other things."""
+        return Turns(self.cos_TF[tokens], self.sin_TF[tokens], self.interleaved)
 
     def __call__(self, x_THD: Float[Tensor, "T H D"]) -> Float[Tensor, "T H D"]:
         return rotate(x_THD, self.cos_TF, self.sin_TF, self.interleaved)

@@ -2,11 +2,17 @@
 none read from a tensor's contents."""
 
 from collections.abc import Callable
+from functools import cache
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
+import vitrail.ops.activation.naive as naive_activation
+import vitrail.ops.linear.naive as naive_linear
+import vitrail.ops.mla.naive as naive_mla
+import vitrail.ops.norm.naive as naive_norm
 from vitrail.ops.moe.grouped import GROUPED_ALIGN_BYTES, grouped_experts, segmented_experts
 from vitrail.ops.moe.naive import Routing, naive_experts
 
@@ -24,3 +30,68 @@ def select_experts(device: torch.device, dtype: torch.dtype, widths: tuple[int, 
         return segmented_experts
     aligned = all(width * dtype.itemsize % GROUPED_ALIGN_BYTES == 0 for width in widths)
     return grouped_experts if dtype == torch.bfloat16 and aligned else naive_experts
+
+
+class NormOps(NamedTuple):
+    rms_norm: Callable[[Tensor, Tensor, float], Tensor]
+    add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
+
+
+class LinearOps(NamedTuple):
+    linear: Callable[[Tensor, Tensor, Tensor | None], Tensor]
+    scores: Callable[[Tensor, Tensor], Tensor]
+    add_norm_linear: Callable[[Tensor, Tensor | None, Tensor, float, Tensor], tuple[Tensor, Tensor]]
+
+
+class MlaOps(NamedTuple):
+    expanded_queries: Callable[..., Tensor]
+    absorbed_queries: Callable[..., Tensor]
+    values: Callable[[Tensor, Tensor], Tensor]
+    expanded_keys: Callable[[Tensor, Tensor, naive_mla.MlaSizes], tuple[Tensor, Tensor]]
+
+
+@cache
+def select_norm(device: torch.device) -> NormOps:
+    """Ours in Triton on a GPU, else the definitions."""
+    if device.type != "cuda":
+        return NormOps(naive_norm.rms_norm, naive_norm.add_rms_norm)
+    from vitrail.ops.norm import triton
+
+    return NormOps(triton.rms_norm, triton.add_rms_norm)
+
+
+@cache
+def select_silu_mul(device: torch.device) -> Callable[[Tensor], Tensor]:
+    """Ours in Triton on a GPU, else the definition."""
+    if device.type != "cuda":
+        return naive_activation.silu_mul
+    from vitrail.ops.activation import triton
+
+    return triton.silu_mul
+
+
+@cache
+def select_linear(device: torch.device) -> LinearOps:
+    """On a GPU what `linear.table` says of a shape, else the definitions."""
+    if device.type != "cuda":
+        return LinearOps(naive_linear.linear, naive_linear.scores, naive_linear.add_norm_linear)
+    from vitrail.ops.linear import triton
+
+    return LinearOps(triton.linear, triton.scores, triton.add_norm_linear)
+
+
+@cache
+def select_mla(device: torch.device) -> MlaOps:
+    """Ours in Triton on a GPU, else the definitions."""
+    if device.type != "cuda":
+        return MlaOps(
+            naive_mla.expanded_queries,
+            naive_mla.absorbed_queries,
+            naive_mla.values,
+            naive_mla.expanded_keys,
+        )
+    from vitrail.ops.mla import triton
+
+    return MlaOps(
+        triton.expanded_queries, triton.absorbed_queries, triton.values, triton.expanded_keys
+    )

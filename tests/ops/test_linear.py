@@ -1,0 +1,104 @@
+"""Products of a few rows: which way is chosen, and every way against the definition."""
+
+import pytest
+import torch
+
+from tests.ops.kernels import interpreted
+from vitrail.ops.linear import triton
+from vitrail.ops.linear.naive import add_norm_linear, linear, scores
+from vitrail.ops.linear.table import MAX_TILE_TOKENS, MAX_TURNS, Way, way
+
+EPS = 1e-5
+ROWS = [Way("rows", 2, 64, 1, 1), Way("rows", 8, 64, 4, 1)]
+TILES = [Way("tiles", 16, 16, 2, 2), Way("tiles", 32, 64, 4, 3)]
+
+
+def operands(tokens: int, outputs: int, channels: int, seed: int = 0) -> list[torch.Tensor]:
+    """x and residual, rows of wider tensors; a matrix; a norm's weight."""
+    g = torch.Generator().manual_seed(seed)
+    x, residual = (torch.randn(tokens, channels + n, generator=g)[:, n:] for n in (3, 1))
+    matrix = torch.randn(outputs, channels, generator=g) / channels**0.5
+    return [x, residual, matrix, torch.randn(channels, generator=g)]
+
+
+def test_scores_are_fp32_whatever_the_weights_are() -> None:
+    x, _, matrix, _ = operands(3, 7, 11)
+    got = scores(x.bfloat16(), matrix.bfloat16())
+    assert got.dtype == torch.float32
+    torch.testing.assert_close(got, x @ matrix.T, atol=3e-2, rtol=3e-2)
+
+
+def test_a_norm_before_a_product_is_both() -> None:
+    x, residual, matrix, norm = operands(3, 7, 11)
+    got, total = add_norm_linear(x, residual, norm, EPS, matrix)
+    assert torch.equal(total, x + residual)
+    want = total / (total.square().mean(-1, keepdim=True) + EPS).sqrt() * norm @ matrix.T
+    torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
+    alone, same = add_norm_linear(total, None, norm, EPS, matrix)
+    assert same is total
+    assert torch.equal(alone, got)
+
+
+@interpreted
+@pytest.mark.parametrize("chosen", ROWS + TILES, ids=str)
+@pytest.mark.parametrize("outputs", [1, 33])
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_every_way_is_the_definition(chosen: Way, outputs: int, tokens: int) -> None:
+    x, _, matrix, _ = operands(tokens, outputs, 53)
+    want = linear(x, matrix, None)
+    got = triton.product(chosen, x, matrix, torch.float32)
+    torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
+    half = triton.product(chosen, x.half(), matrix.half(), torch.float16)
+    torch.testing.assert_close(half.float(), want, atol=5e-3, rtol=5e-3)
+    wide = triton.product(chosen, x.half(), matrix.half(), torch.float32)
+    assert (wide - want).abs().max() <= (half.float() - want).abs().max() + 1e-6
+
+
+@interpreted
+@pytest.mark.parametrize("chosen", ROWS, ids=str)
+@pytest.mark.parametrize("added", [True, False])
+@pytest.mark.parametrize("tokens", [1, 4])
+def test_a_norm_in_front_is_the_definition(chosen: Way, added: bool, tokens: int) -> None:
+    x, residual, matrix, norm = operands(tokens, 35, 53)
+    add = residual if added else None
+    want, sum_ = add_norm_linear(x, add, norm, EPS, matrix)
+    got, total = triton.norm_product(chosen, x, add, norm, EPS, matrix)
+    assert torch.equal(total, sum_)
+    torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
+    x, norm, matrix = x.half(), norm.half(), matrix.half()
+    add = None if add is None else add.half()
+    want, sum_ = add_norm_linear(x, add, norm, EPS, matrix)
+    got, total = triton.norm_product(chosen, x, add, norm, EPS, matrix)
+    assert torch.equal(total, sum_)
+    torch.testing.assert_close(got, want, atol=2e-3, rtol=2e-3)
+
+
+@interpreted
+@pytest.mark.parametrize("tokens", [1, 5, 40])
+def test_without_a_gpu_the_library_computes(tokens: int) -> None:
+    x, residual, matrix, norm = operands(tokens, 19, 53)
+    assert torch.equal(triton.linear(x, matrix, None), linear(x, matrix, None))
+    bias = torch.arange(19.0)
+    assert torch.equal(triton.linear(x, matrix, bias), linear(x, matrix, bias))
+    assert torch.equal(triton.scores(x, matrix), scores(x, matrix))
+    got, _ = triton.add_norm_linear(x, residual, norm, EPS, matrix)
+    want, _ = add_norm_linear(x, residual, norm, EPS, matrix)
+    torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
+
+
+def test_a_way_is_one_that_its_kernel_can_go() -> None:
+    for tokens in (0, 1, 2, 3, 4, 5, 8, 16, 17, 32, 256, 8192):
+        for outputs in (1, 96, 576, 2048, 3648, 163840):
+            for channels in (8, 576, 896, 1408, 2048, 4096, 11264):
+                got = way(tokens, outputs, channels, 2)
+                if got is None:
+                    continue
+                assert 1 <= tokens <= (MAX_TURNS if got.kind == "rows" else MAX_TILE_TOKENS)
+                assert got.channels & (got.channels - 1) == 0
+                assert got.kind == "tiles" or got.channels >= channels
+                held = got.outputs * got.channels // (32 * got.warps)
+                assert held <= 128, f"{held} values of the matrix a thread"
+
+
+def test_channels_that_are_no_wide_loads_are_the_library_s() -> None:
+    assert way(1, 2048, 2047, 2) is None
