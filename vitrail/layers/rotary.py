@@ -8,8 +8,9 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from vitrail.config.model import RopeConfig
+from vitrail.ops.dispatch import select_rope_table
 from vitrail.ops.mla.naive import Turns
-from vitrail.ops.rope.naive import rope_table, rotate
+from vitrail.ops.rope.naive import rotate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,5 +33,6 @@ class Rotary:
 def make_rotary(positions_T: Int[Tensor, "T"], rope: RopeConfig) -> Rotary:
     """Computed from the positions alone, on their device: no table of the longest context is
     kept."""
+    rope_table = select_rope_table(positions_T.device)
     cos_TF, sin_TF = rope_table(positions_T, rope.dim, rope.theta, rope.scaling)
     return Rotary(cos_TF=cos_TF, sin_TF=sin_TF, interleaved=rope.interleaved)

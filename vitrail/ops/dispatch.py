@@ -13,6 +13,8 @@ import vitrail.ops.activation.naive as naive_activation
 import vitrail.ops.linear.naive as naive_linear
 import vitrail.ops.mla.naive as naive_mla
 import vitrail.ops.norm.naive as naive_norm
+import vitrail.ops.rope.naive as naive_rope
+from vitrail.config.model import RopeScaling
 from vitrail.ops.moe.grouped import GROUPED_ALIGN_BYTES, grouped_experts, segmented_experts
 from vitrail.ops.moe.naive import Routing, naive_experts
 
@@ -95,3 +97,16 @@ def select_mla(device: torch.device) -> MlaOps:
     return MlaOps(
         triton.expanded_queries, triton.absorbed_queries, triton.values, triton.expanded_keys
     )
+
+
+RopeTable = Callable[[Tensor, int, float, RopeScaling | None], tuple[Tensor, Tensor]]
+
+
+@cache
+def select_rope_table(device: torch.device) -> RopeTable:
+    """Ours in Triton on a GPU, else the definition."""
+    if device.type != "cuda":
+        return naive_rope.rope_table
+    from vitrail.ops.rope import triton
+
+    return triton.rope_table

@@ -201,19 +201,43 @@ def absorbed_kernel(
                 to = out + (token * H + head) * (R + 2 * F) + r
                 tl.store(to, product, mask=r < R)
         if block == 0:
-            f = tl.arange(0, F_BLOCK)
-            t = first + tl.arange(0, T_BLOCK)
-            there = (t < tokens)[:, None] & (f < F)[None, :]
-            one, two = _pairs(N, F_BLOCK, F, INTERLEAVED)
-            head_at = row + t[:, None] * row_stride + head * D
-            a = tl.load(head_at + one[None, :], mask=there, other=0.0).to(tl.float32)
-            b = tl.load(head_at + two[None, :], mask=there, other=0.0).to(tl.float32)
-            c = tl.load(cos + t[:, None] * F + f[None, :], mask=there, other=0.0)
-            s = tl.load(sin + t[:, None] * F + f[None, :], mask=there, other=0.0)
-            one, two = _pairs(R, F_BLOCK, F, INTERLEAVED)
-            to = out + (t[:, None] * H + head) * (R + 2 * F)
-            tl.store(to + one[None, :], (a * c - b * s).to(dtype), mask=there)
-            tl.store(to + two[None, :], (a * s + b * c).to(dtype), mask=there)
+            _turn_head(
+                row + head * D, cos, sin, out + head * (R + 2 * F), first, tokens, row_stride, H,
+                N, F, R, T_BLOCK, F_BLOCK, INTERLEAVED,
+            )  # fmt: skip
+
+
+@triton.jit
+def _turn_head(
+    row,
+    cos,
+    sin,
+    out,
+    first,
+    tokens,
+    row_stride,
+    H: tl.constexpr,
+    N: tl.constexpr,
+    F: tl.constexpr,
+    R: tl.constexpr,
+    T_BLOCK: tl.constexpr,
+    F_BLOCK: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+):
+    """Rotary channels of a head's queries from token `first` on, behind their R absorbed ones."""
+    f = tl.arange(0, F_BLOCK)
+    t = first + tl.arange(0, T_BLOCK)
+    there = (t < tokens)[:, None] & (f < F)[None, :]
+    one, two = _pairs(N, F_BLOCK, F, INTERLEAVED)
+    at = row + t[:, None] * row_stride
+    a = tl.load(at + one[None, :], mask=there, other=0.0).to(tl.float32)
+    b = tl.load(at + two[None, :], mask=there, other=0.0).to(tl.float32)
+    c = tl.load(cos + t[:, None] * F + f[None, :], mask=there, other=0.0)
+    s = tl.load(sin + t[:, None] * F + f[None, :], mask=there, other=0.0)
+    one, two = _pairs(R, F_BLOCK, F, INTERLEAVED)
+    to = out + t[:, None] * (H * (R + 2 * F))
+    tl.store(to + one[None, :], (a * c - b * s).to(out.dtype.element_ty), mask=there)
+    tl.store(to + two[None, :], (a * s + b * c).to(out.dtype.element_ty), mask=there)
 
 
 @triton.jit(do_not_specialize=["tokens"])
