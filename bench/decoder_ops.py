@@ -56,10 +56,10 @@ from vitrail.layers.norm import RmsNorm
 from vitrail.layers.rotary import make_rotary
 from vitrail.ops.activation import naive as naive_activation
 from vitrail.ops.activation import triton as fast_activation
-from vitrail.ops.linear import triton as fast_linear
+from vitrail.ops.linear import fused as fast_linear
 from vitrail.ops.linear.table import Way, way
+from vitrail.ops.mla import fused as fast_mla
 from vitrail.ops.mla import naive as naive_mla
-from vitrail.ops.mla import triton as fast_mla
 from vitrail.ops.mla.naive import LatentNorm, Turns
 from vitrail.ops.norm import naive as naive_norm
 from vitrail.ops.norm import triton as fast_norm

@@ -11,11 +11,11 @@ from torch import Tensor
 
 from vitrail.ops.activation import naive as naive_activation
 from vitrail.ops.activation import triton as fast_activation
+from vitrail.ops.linear import fused as fast_linear
 from vitrail.ops.linear import naive as naive_linear
-from vitrail.ops.linear import triton as fast_linear
 from vitrail.ops.linear.table import Way
+from vitrail.ops.mla import fused as fast_mla
 from vitrail.ops.mla import naive as naive_mla
-from vitrail.ops.mla import triton as fast_mla
 from vitrail.ops.mla.naive import LatentNorm, MlaSizes, Turns
 from vitrail.ops.norm import naive as naive_norm
 from vitrail.ops.norm import triton as fast_norm

@@ -46,7 +46,7 @@ def test_every_way_of_a_product_is_as_close() -> None:
 def test_e4m3_rows_are_the_pool_s_codes(scale: float) -> None:
     """Every bf16 number as a rotary channel that turns by nothing."""
     from tests.gpu.decoder_checks import DEVICE, DTYPE, SIZES, Slots
-    from vitrail.ops.mla import triton
+    from vitrail.ops.mla import fused
     from vitrail.ops.mla.naive import LatentNorm, Turns
 
     numbers = torch.arange(1 << 16, device=DEVICE).to(torch.uint16).view(DTYPE)
@@ -60,7 +60,7 @@ def test_e4m3_rows_are_the_pool_s_codes(scale: float) -> None:
     into.cache_NPC = torch.zeros(into.cache_NPC.shape, device=DEVICE).to(torch.float8_e4m3fn)
     into.scale = scale
     norm = LatentNorm(torch.ones(SIZES.rank, dtype=DTYPE, device=DEVICE), 0.0)
-    triton.expanded_queries(row, norm, Turns(tables[0], tables[1], False), SIZES, into)
+    fused.expanded_queries(row, norm, Turns(tables[0], tables[1], False), SIZES, into)
     stored = into.cache_NPC.view(torch.uint8).view(-1, SIZES.row)[into.slots_T]
     got = stored[:, SIZES.rank :].flatten().view(torch.float8_e4m3fn).float()
     want = quantized(numbers, scale).float()

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.ops.kernels import interpreted
-from vitrail.ops.linear import triton
+from vitrail.ops.linear import fused
 from vitrail.ops.linear.naive import add_norm_linear, linear, scores
 from vitrail.ops.linear.table import MAX_TILE_TOKENS, MAX_TURNS, Way, way
 
@@ -46,11 +46,11 @@ def test_a_norm_before_a_product_is_both() -> None:
 def test_every_way_is_the_definition(chosen: Way, outputs: int, tokens: int) -> None:
     x, _, matrix, _ = operands(tokens, outputs, 53)
     want = linear(x, matrix, None)
-    got = triton.product(chosen, x, matrix, torch.float32)
+    got = fused.product(chosen, x, matrix, torch.float32)
     torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
-    half = triton.product(chosen, x.half(), matrix.half(), torch.float16)
+    half = fused.product(chosen, x.half(), matrix.half(), torch.float16)
     torch.testing.assert_close(half.float(), want, atol=5e-3, rtol=5e-3)
-    wide = triton.product(chosen, x.half(), matrix.half(), torch.float32)
+    wide = fused.product(chosen, x.half(), matrix.half(), torch.float32)
     assert (wide - want).abs().max() <= (half.float() - want).abs().max() + 1e-6
 
 
@@ -62,13 +62,13 @@ def test_a_norm_in_front_is_the_definition(chosen: Way, added: bool, tokens: int
     x, residual, matrix, norm = operands(tokens, 35, 53)
     add = residual if added else None
     want, sum_ = add_norm_linear(x, add, norm, EPS, matrix)
-    got, total = triton.norm_product(chosen, x, add, norm, EPS, matrix)
+    got, total = fused.norm_product(chosen, x, add, norm, EPS, matrix)
     assert torch.equal(total, sum_)
     torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
     x, norm, matrix = x.half(), norm.half(), matrix.half()
     add = None if add is None else add.half()
     want, sum_ = add_norm_linear(x, add, norm, EPS, matrix)
-    got, total = triton.norm_product(chosen, x, add, norm, EPS, matrix)
+    got, total = fused.norm_product(chosen, x, add, norm, EPS, matrix)
     assert torch.equal(total, sum_)
     torch.testing.assert_close(got, want, atol=2e-3, rtol=2e-3)
 
@@ -77,11 +77,11 @@ def test_a_norm_in_front_is_the_definition(chosen: Way, added: bool, tokens: int
 @pytest.mark.parametrize("tokens", [1, 5, 40])
 def test_without_a_gpu_the_library_computes(tokens: int) -> None:
     x, residual, matrix, norm = operands(tokens, 19, 53)
-    assert torch.equal(triton.linear(x, matrix, None), linear(x, matrix, None))
+    assert torch.equal(fused.linear(x, matrix, None), linear(x, matrix, None))
     bias = torch.arange(19.0)
-    assert torch.equal(triton.linear(x, matrix, bias), linear(x, matrix, bias))
-    assert torch.equal(triton.scores(x, matrix), scores(x, matrix))
-    got, _ = triton.add_norm_linear(x, residual, norm, EPS, matrix)
+    assert torch.equal(fused.linear(x, matrix, bias), linear(x, matrix, bias))
+    assert torch.equal(fused.scores(x, matrix), scores(x, matrix))
+    got, _ = fused.add_norm_linear(x, residual, norm, EPS, matrix)
     want, _ = add_norm_linear(x, residual, norm, EPS, matrix)
     torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
 

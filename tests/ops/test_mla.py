@@ -12,7 +12,7 @@ from tests.ops.kernels import interpreted
 from vitrail.cache.kv_pool import KvPool
 from vitrail.cache.spec import LatentKv
 from vitrail.config.model import KvDType, KvScales
-from vitrail.ops.mla import naive, triton
+from vitrail.ops.mla import fused, naive
 from vitrail.ops.mla.naive import LatentNorm, MlaSizes, Turns
 from vitrail.ops.rope.naive import rope_table
 
@@ -111,7 +111,7 @@ def test_expanded_queries_are_the_definition(
     tokens: int, sizes: MlaSizes, interleaved: bool
 ) -> None:
     s, other = (step(tokens, sizes, interleaved) for _ in range(2))
-    torch.testing.assert_close(expanded(triton, s), expanded(naive, other), atol=2e-6, rtol=2e-6)
+    torch.testing.assert_close(expanded(fused, s), expanded(naive, other), atol=2e-6, rtol=2e-6)
     torch.testing.assert_close(s.rows(), other.rows(), atol=2e-6, rtol=2e-6)
     assert untouched(s).isnan().all()
 
@@ -125,7 +125,7 @@ def test_absorbed_queries_are_the_definition(
 ) -> None:
     """One token and several that take turns, tiles of a product, more tokens than a tile."""
     s, other = (step(tokens, sizes, interleaved) for _ in range(2))
-    got, want = absorbed(triton, s), absorbed(naive, other)
+    got, want = absorbed(fused, s), absorbed(naive, other)
     torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(s.rows(), other.rows(), atol=2e-6, rtol=2e-6)
     assert untouched(s).isnan().all()
@@ -135,7 +135,7 @@ def test_absorbed_queries_are_the_definition(
 @pytest.mark.parametrize("tokens", [1, 5])
 def test_halves_are_rounded_as_the_definition_rounds(tokens: int) -> None:
     s, other = (step(tokens, dtype=torch.float16, stored="float16") for _ in range(2))
-    got, want = absorbed(triton, s), absorbed(naive, other)
+    got, want = absorbed(fused, s), absorbed(naive, other)
     torch.testing.assert_close(got, want, atol=2e-3, rtol=2e-3)
     assert (s.rows() != other.rows()).float().mean() < 0.02
     torch.testing.assert_close(s.rows(), other.rows(), atol=2e-3, rtol=2e-3)
@@ -149,7 +149,7 @@ def test_rows_of_e4m3_are_those_of_the_pool(form) -> None:
     s, other = (step(6, dtype=torch.float16, stored="float8_e4m3fn", scale=0.037) for _ in range(2))
     for one in (s, other):
         one.row_TX[2, -3] = 6e4
-    form(triton, s)
+    form(fused, s)
     form(naive, other)
     got, want = s.rows().float(), other.rows().float()
     assert (want.abs() == 448).any()
@@ -166,7 +166,7 @@ def test_a_pool_of_any_strides_is_written() -> None:
     class Into:
         cache_NPC, slots_T, scale = view, s.slots, 1.0
 
-    triton.expanded_queries(s.row_TX.clone(), s.norm, s.turns, s.sizes, Into())
+    fused.expanded_queries(s.row_TX.clone(), s.norm, s.turns, s.sizes, Into())
     expanded(naive, other)
     got = view[s.slots // PAGE, s.slots % PAGE]
     torch.testing.assert_close(got, other.rows(), atol=2e-6, rtol=2e-6)
@@ -175,13 +175,13 @@ def test_a_pool_of_any_strides_is_written() -> None:
 
 @interpreted
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
-@pytest.mark.parametrize("tokens", [0, 1, 4, 5, 35, triton.MAX_VALUE_TOKENS + 3])
+@pytest.mark.parametrize("tokens", [0, 1, 4, 5, 35, fused.MAX_VALUE_TOKENS + 3])
 def test_values_are_the_definition(tokens: int, sizes: MlaSizes) -> None:
     s = step(1, sizes)
     torch.manual_seed(tokens)
     out_THR = torch.randn(tokens, sizes.heads, sizes.rank + 3)[..., : sizes.rank]
     want = naive.values(out_THR, s.v_b_HER)
-    torch.testing.assert_close(triton.values(out_THR, s.v_b_HER), want, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(fused.values(out_THR, s.v_b_HER), want, atol=1e-5, rtol=1e-5)
 
 
 @interpreted
@@ -193,7 +193,7 @@ def test_expanded_keys_are_the_definition(tokens: int, sizes: MlaSizes) -> None:
     row_TC = torch.randn(tokens, sizes.row + 1)[:, 1:]
     kv_b = torch.cat((s.k_b_HNR, s.v_b_HER), 1).flatten(0, 1)
     for got, want in zip(
-        triton.expanded_keys(row_TC, kv_b, sizes),
+        fused.expanded_keys(row_TC, kv_b, sizes),
         naive.expanded_keys(row_TC, kv_b, sizes),
         strict=True,
     ):

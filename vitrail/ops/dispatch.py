@@ -77,9 +77,9 @@ def select_linear(device: torch.device) -> LinearOps:
     """On a GPU what `linear.table` says of a shape, else the definitions."""
     if device.type != "cuda":
         return LinearOps(naive_linear.linear, naive_linear.scores, naive_linear.add_norm_linear)
-    from vitrail.ops.linear import triton
+    from vitrail.ops.linear import fused
 
-    return LinearOps(triton.linear, triton.scores, triton.add_norm_linear)
+    return LinearOps(fused.linear, fused.scores, fused.add_norm_linear)
 
 
 @cache
@@ -92,11 +92,9 @@ def select_mla(device: torch.device) -> MlaOps:
             naive_mla.values,
             naive_mla.expanded_keys,
         )
-    from vitrail.ops.mla import triton
+    from vitrail.ops.mla import fused
 
-    return MlaOps(
-        triton.expanded_queries, triton.absorbed_queries, triton.values, triton.expanded_keys
-    )
+    return MlaOps(fused.expanded_queries, fused.absorbed_queries, fused.values, fused.expanded_keys)
 
 
 RopeTable = Callable[[Tensor, int, float, RopeScaling | None], tuple[Tensor, Tensor]]

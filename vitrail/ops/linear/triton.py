@@ -1,149 +1,91 @@
-"""Linear products on a GPU: ours in Triton where `table.way` says so, else the library's.
+"""Device side of products of a few rows. Channels past K and outputs past O are neither read nor
+written. EARLY: launched while what is read, but for weights, may still be written."""
 
-Legend: T tokens, K input channels, O output channels."""
+# static_range is traced, never iterated
+# pyright: reportGeneralTypeIssues=false
 
-import torch
-from torch import Tensor
-
-from vitrail.ops.launch import launch, may_start_early
-from vitrail.ops.linear.kernels import rows_kernel, tiles_kernel
-from vitrail.ops.linear.table import MAX_TILE_TOKENS, Way, way
-from vitrail.ops.norm.triton import add_rms_norm, rms_norm
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 
-def linear(x_TK: Tensor, weight_OK: Tensor, bias_O: Tensor | None) -> Tensor:
-    """`naive.linear`."""
-    chosen = None if bias_O is not None else _way(x_TK, weight_OK)
-    if chosen is None:
-        return torch.nn.functional.linear(x_TK, weight_OK, bias_O)
-    return product(chosen, x_TK, weight_OK, x_TK.dtype)
-
-
-def scores(x_TK: Tensor, weight_OK: Tensor) -> Tensor:
-    """`naive.scores`, rounded to fp32 alone."""
-    chosen = _way(x_TK, weight_OK)
-    if chosen is not None:
-        return product(chosen, x_TK, weight_OK, torch.float32)
-    if x_TK.dtype == torch.float32:
-        return torch.nn.functional.linear(x_TK, weight_OK)
-    return torch.mm(x_TK, weight_OK.t(), out_dtype=torch.float32)
-
-
-def add_norm_linear(
-    x_TK: Tensor, residual_TK: Tensor | None, norm_K: Tensor, eps: float, weight_OK: Tensor
-) -> tuple[Tensor, Tensor]:
-    """`naive.add_norm_linear`; for a few tokens in one launch."""
-    chosen = _way(x_TK, weight_OK)
-    if chosen is not None and chosen.kind == "rows":
-        return norm_product(chosen, x_TK, residual_TK, norm_K, eps, weight_OK)
-    if residual_TK is None:
-        normed_TK, total_TK = rms_norm(x_TK, norm_K, eps), x_TK
-    else:
-        normed_TK, total_TK = add_rms_norm(x_TK, residual_TK, norm_K, eps)
-    return linear(normed_TK, weight_OK, None), total_TK
-
-
-def product(chosen: Way, x_TK: Tensor, weight_OK: Tensor, dtype: torch.dtype) -> Tensor:
-    """x weight^T in `dtype`, the way that was chosen."""
-    tokens, (outputs, channels) = len(x_TK), _check(x_TK, weight_OK)
-    out_TO = torch.empty((tokens, outputs), dtype=dtype, device=x_TK.device)
-    grid = (-(-outputs // chosen.outputs),)
-    if chosen.kind == "rows":
-        launch(
-            rows_kernel,
-            grid,
-            x_TK.device,
-            x_TK,
-            x_TK,
-            x_TK,
-            weight_OK,
-            out_TO,
-            out_TO,
-            x_TK.stride(0),
-            0,
-            0.0,
-            TOKENS=tokens,
-            OUTPUTS=outputs,
-            K=channels,
-            K_BLOCK=chosen.channels,
-            O_BLOCK=chosen.outputs,
-            NORM=False,
-            ADD=False,
-            num_warps=chosen.warps,
-        )
-        return out_TO
-    assert tokens <= MAX_TILE_TOKENS, f"{tokens} tokens of at most {MAX_TILE_TOKENS}"
-    launch(
-        tiles_kernel,
-        grid,
-        x_TK.device,
-        x_TK,
-        weight_OK,
-        out_TO,
-        tokens,
-        x_TK.stride(0),
-        OUTPUTS=outputs,
-        K=channels,
-        T_BLOCK=MAX_TILE_TOKENS,
-        K_BLOCK=chosen.channels,
-        O_BLOCK=chosen.outputs,
-        num_warps=chosen.warps,
-        num_stages=chosen.stages,
+@triton.jit(do_not_specialize=["eps"])
+def rows_kernel(
+    x,
+    residual,
+    norm,
+    weight,
+    out,
+    total,
+    x_stride,
+    residual_stride,
+    eps,
+    TOKENS: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    K: tl.constexpr,
+    K_BLOCK: tl.constexpr,
+    O_BLOCK: tl.constexpr,
+    NORM: tl.constexpr,
+    ADD: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """Program i: outputs [i * O_BLOCK, ...) of all tokens, one token after another. NORM: of
+    norm(x), or of norm(x + residual) where ADD; the first program writes that sum to `total`."""
+    k = tl.arange(0, K_BLOCK)
+    o = tl.program_id(0).to(tl.int64) * O_BLOCK + tl.arange(0, O_BLOCK)
+    inside = (o < OUTPUTS)[:, None] & (k < K)[None, :]
+    w = tl.load(
+        weight + o[:, None] * K + k[None, :], mask=inside, other=0.0, eviction_policy="evict_first"
     )
-    return out_TO
+    if NORM:
+        gain = tl.load(norm + k, mask=k < K, other=0.0).to(tl.float32)
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
+    wide = w.to(tl.float32)
+    for t in tl.static_range(TOKENS):
+        value = tl.load(x + t * x_stride + k, mask=k < K, other=0.0).to(tl.float32)
+        if ADD:
+            more = tl.load(residual + t * residual_stride + k, mask=k < K, other=0.0)
+            value = (value + more.to(tl.float32)).to(total.dtype.element_ty).to(tl.float32)
+            if tl.program_id(0) == 0:
+                tl.store(total + t * K + k, value.to(total.dtype.element_ty), mask=k < K)
+        if NORM:
+            value = value * tl.rsqrt(tl.sum(value * value, 0) / K + eps) * gain
+            value = value.to(x.dtype.element_ty).to(tl.float32)
+        product = tl.sum(wide * value[None, :], 1)
+        tl.store(out + t * OUTPUTS + o, product.to(out.dtype.element_ty), mask=o < OUTPUTS)
 
 
-def norm_product(
-    chosen: Way,
-    x_TK: Tensor,
-    residual_TK: Tensor | None,
-    norm_K: Tensor,
-    eps: float,
-    weight_OK: Tensor,
-) -> tuple[Tensor, Tensor]:
-    """`naive.add_norm_linear` by `rows`."""
-    tokens, (outputs, channels) = len(x_TK), _check(x_TK, weight_OK)
-    assert norm_K.shape == (channels,), f"{tuple(norm_K.shape)} for {channels} channels"
-    out_TO = x_TK.new_empty((tokens, outputs))
-    add = x_TK if residual_TK is None else residual_TK
-    assert add.shape == x_TK.shape, f"{tuple(add.shape)} to {tuple(x_TK.shape)}"
-    assert add.stride(1) == 1, add.stride()
-    total_TK = x_TK if residual_TK is None else x_TK.new_empty((tokens, channels))
-    launch(
-        rows_kernel,
-        (-(-outputs // chosen.outputs),),
-        x_TK.device,
-        x_TK,
-        add,
-        norm_K,
-        weight_OK,
-        out_TO,
-        total_TK,
-        x_TK.stride(0),
-        add.stride(0),
-        eps,
-        TOKENS=tokens,
-        OUTPUTS=outputs,
-        K=channels,
-        K_BLOCK=chosen.channels,
-        O_BLOCK=chosen.outputs,
-        NORM=True,
-        ADD=residual_TK is not None,
-        num_warps=chosen.warps,
-    )
-    return out_TO, total_TK
-
-
-def _way(x_TK: Tensor, weight_OK: Tensor) -> Way | None:
-    if x_TK.dtype != torch.bfloat16 or not may_start_early(x_TK.device):
-        return None
-    outputs, channels = weight_OK.shape
-    return way(len(x_TK), outputs, channels, weight_OK.element_size())
-
-
-def _check(x_TK: Tensor, weight_OK: Tensor) -> tuple[int, int]:
-    """Outputs and channels."""
-    assert x_TK.shape[1] == weight_OK.shape[1], f"{tuple(x_TK.shape)}, {tuple(weight_OK.shape)}"
-    assert weight_OK.is_contiguous(), weight_OK.stride()
-    assert x_TK.stride(1) == 1, x_TK.stride()
-    return weight_OK.shape[0], weight_OK.shape[1]
+@triton.jit
+def tiles_kernel(
+    x,
+    weight,
+    out,
+    tokens,
+    x_stride,
+    OUTPUTS: tl.constexpr,
+    K: tl.constexpr,
+    T_BLOCK: tl.constexpr,
+    K_BLOCK: tl.constexpr,
+    O_BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """Program i: outputs [i * O_BLOCK, ...) of all tokens, at most T_BLOCK."""
+    t = tl.arange(0, T_BLOCK)
+    k = tl.arange(0, K_BLOCK)
+    o = tl.program_id(0).to(tl.int64) * O_BLOCK + tl.arange(0, O_BLOCK)
+    matrix = weight + o[None, :] * K + k[:, None]
+    rows = x + t[:, None] * x_stride + k[None, :]
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
+    acc = tl.zeros([T_BLOCK, O_BLOCK], tl.float32)
+    for start in range(0, K, K_BLOCK):
+        there = start + k < K
+        a = tl.load(rows + start, mask=(t < tokens)[:, None] & there[None, :], other=0.0)
+        w = tl.load(matrix + start, mask=there[:, None] & (o < OUTPUTS)[None, :], other=0.0)
+        acc = tl.dot(a, w, acc, input_precision="ieee")
+    to = out + t[:, None] * OUTPUTS + o[None, :]
+    there = (t < tokens)[:, None] & (o < OUTPUTS)[None, :]
+    tl.store(to, acc.to(out.dtype.element_ty), mask=there)

@@ -1,205 +1,329 @@
-"""The steps around latent attention in Triton: one launch each. Legend: see `naive`."""
+"""Device side of the steps around latent attention.
 
-from typing import NamedTuple
+What lies in a projected row is in `naive`. All addresses of rows are in int64; channels past a size
+are neither read nor written; a token past `tokens` neither."""
 
-import torch
+# static_range is traced, never iterated
+# pyright: reportGeneralTypeIssues=false
+
 import triton
-from torch import Tensor
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from vitrail.ops.launch import launch
-from vitrail.ops.mla.kernels import absorbed_kernel, expanded_kernel, keys_kernel, values_kernel
-from vitrail.ops.mla.naive import LatentNorm, LatentSlots, MlaSizes, Turns
-
-MAX_UNROLLED = 4  # tokens that take turns over weights in registers; more are rows of a product
-MATRIX_ROWS = 16  # the fewest
-R_BLOCK = 64
-PRODUCT_R = 128
-MAX_VALUE_TOKENS = 128  # beyond, the batched product of the library
+E4M3_MAX = tl.constexpr(448.0)
 
 
-class Tile(NamedTuple):
-    """Tokens of a program, and whether they are rows of a matrix product."""
-
-    tokens: int
-    dot: bool
-
-
-def tile(tokens: int, most: int = 64) -> Tile:
-    """Of a batch."""
-    if tokens <= MAX_UNROLLED:
-        return Tile(tokens, False)
-    return Tile(min(max(triton.next_power_of_2(tokens), MATRIX_ROWS), most), True)
+@triton.jit
+def _pairs(first, F_BLOCK: tl.constexpr, F: tl.constexpr, INTERLEAVED: tl.constexpr):
+    """Channels of the pairs' first and second members, from `first` on."""
+    f = tl.arange(0, F_BLOCK)
+    if INTERLEAVED:
+        return first + 2 * f, first + 2 * f + 1
+    return first + f, first + F + f
 
 
-def expanded_queries(
-    row_TX: Tensor, norm: LatentNorm, turns: Turns, sizes: MlaSizes, into: LatentSlots
-) -> Tensor:
-    """`naive.expanded_queries`: a view of `row_TX`, whose rotary query channels are turned in
-    place."""
-    tokens = _check_rows(row_TX, turns, sizes, into)
-    q_THD = row_TX[:, : sizes.heads * sizes.head].view(tokens, sizes.heads, sizes.head)
-    if not tokens:
-        return q_THD
-    launch(
-        expanded_kernel,
-        (tokens,),
-        row_TX.device,
-        row_TX,
-        norm.weight_R,
-        turns.cos_TF,
-        turns.sin_TF,
-        into.slots_T,
-        into.cache_NPC,
-        row_TX.stride(0),
-        *_cache_arguments(into, norm),
-        H=sizes.heads,
-        N=sizes.nope,
-        H_BLOCK=triton.next_power_of_2(sizes.heads),
-        **_row_constants(turns, sizes, into),
-        num_warps=4,
-    )
-    return q_THD
+@triton.jit
+def _write_row(
+    latent,
+    norm,
+    cos,
+    sin,
+    slot,
+    cache,
+    page_stride,
+    slot_stride,
+    page_size,
+    eps,
+    unscale,
+    R: tl.constexpr,
+    R_ALL: tl.constexpr,
+    F: tl.constexpr,
+    F_BLOCK: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    E4M3: tl.constexpr,
+):
+    """One token's cache row: `latent` points at its C projected channels."""
+    r = tl.arange(0, R_ALL)
+    f = tl.arange(0, F_BLOCK)
+    x = tl.load(latent + r, mask=r < R, other=0.0).to(tl.float32)
+    weight = tl.load(norm + r, mask=r < R, other=0.0).to(tl.float32)
+    one, two = _pairs(R, F_BLOCK, F, INTERLEAVED)
+    a = tl.load(latent + one, mask=f < F, other=0.0).to(tl.float32)
+    b = tl.load(latent + two, mask=f < F, other=0.0).to(tl.float32)
+    c = tl.load(cos + f, mask=f < F, other=0.0)
+    s = tl.load(sin + f, mask=f < F, other=0.0)
+    at = cache + slot // page_size * page_stride + slot % page_size * slot_stride
+    dtype = latent.dtype.element_ty
+    normed = (x * tl.rsqrt(tl.sum(x * x, 0) / R + eps) * weight).to(dtype)
+    a_turned, b_turned = (a * c - b * s).to(dtype), (a * s + b * c).to(dtype)
+    tl.store(at + r, _stored(normed, cache, unscale, E4M3), mask=r < R)
+    tl.store(at + one, _stored(a_turned, cache, unscale, E4M3), mask=f < F)
+    tl.store(at + two, _stored(b_turned, cache, unscale, E4M3), mask=f < F)
 
 
-def absorbed_queries(
-    row_TX: Tensor,
-    k_b_HNR: Tensor,
-    norm: LatentNorm,
-    turns: Turns,
-    sizes: MlaSizes,
-    into: LatentSlots,
-) -> Tensor:
-    """`naive.absorbed_queries`. `k_b_HNR`: heads of any stride."""
-    tokens = _check_rows(row_TX, turns, sizes, into)
-    assert k_b_HNR.shape == (sizes.heads, sizes.nope, sizes.rank), k_b_HNR.shape
-    assert k_b_HNR.stride()[1:] == (sizes.rank, 1), k_b_HNR.stride()
-    q_THC = row_TX.new_empty((tokens, sizes.heads, sizes.row))
-    if not tokens:
-        return q_THC
-    shape = tile(tokens)
-    products = -(-tokens // shape.tokens) * sizes.heads * -(-sizes.rank // R_BLOCK)
-    launch(
-        absorbed_kernel,
-        (products + tokens,),
-        row_TX.device,
-        row_TX,
-        k_b_HNR,
-        norm.weight_R,
-        turns.cos_TF,
-        turns.sin_TF,
-        into.slots_T,
-        into.cache_NPC,
-        q_THC,
-        tokens,
-        row_TX.stride(0),
-        k_b_HNR.stride(0),
-        *_cache_arguments(into, norm),
-        H=sizes.heads,
-        N=sizes.nope,
-        TILE_T=shape.tokens,
-        T_BLOCK=triton.next_power_of_2(shape.tokens),
-        N_BLOCK=max(triton.next_power_of_2(sizes.nope), MATRIX_ROWS),
-        R_BLOCK=R_BLOCK,
-        DOT=shape.dot,
-        **_row_constants(turns, sizes, into),
-        num_warps=4,
-    )
-    return q_THC
+@triton.jit
+def _stored(x, cache, unscale, E4M3: tl.constexpr):
+    """What a cache of e4m3 holds of x: saturated where finite, else NaN."""
+    if E4M3:
+        wide = x.to(tl.float32)
+        near = tl.minimum(tl.maximum(wide * unscale, -E4M3_MAX), E4M3_MAX)
+        near = tl.where(tl.abs(wide) < float("inf"), near, float("nan"))
+        return near.to(cache.dtype.element_ty)
+    return x.to(cache.dtype.element_ty)
 
 
-def values(out_THR: Tensor, v_b_HER: Tensor) -> Tensor:
-    """`naive.values`. `v_b_HER`: heads of any stride."""
-    tokens, heads, rank = out_THR.shape
-    width = v_b_HER.shape[1]
-    assert v_b_HER.shape == (heads, width, rank), f"{tuple(v_b_HER.shape)}"
-    assert v_b_HER.stride()[1:] == (rank, 1), v_b_HER.stride()
-    assert out_THR.stride(-1) == 1, out_THR.stride()
-    out = out_THR.new_empty((tokens, heads * width))
-    if tokens > MAX_VALUE_TOKENS:
-        by_head = out.view(tokens, heads, width).transpose(0, 1)
-        torch.bmm(out_THR.transpose(0, 1), v_b_HER.transpose(1, 2), out=by_head)
-        return out
-    if not tokens:
-        return out
-    shape = tile(tokens, most=32)
-    e_block, r_block = (32, PRODUCT_R) if shape.dot else (16, triton.next_power_of_2(rank))
-    blocks = -(-width // e_block)
-    launch(
-        values_kernel,
-        (-(-tokens // shape.tokens) * heads * blocks,),
-        out_THR.device,
-        out_THR,
-        v_b_HER,
-        out,
-        tokens,
-        *out_THR.stride()[:2],
-        v_b_HER.stride(0),
-        H=heads,
-        E=width,
-        R=rank,
-        TILE_T=shape.tokens,
-        E_BLOCK=e_block,
-        R_BLOCK=r_block,
-        DOT=shape.dot,
-        num_warps=4,
-    )
-    return out
+@triton.jit(do_not_specialize=["eps", "unscale", "page_size"])
+def expanded_kernel(
+    row,
+    norm,
+    cos,
+    sin,
+    slots,
+    cache,
+    row_stride,
+    page_stride,
+    slot_stride,
+    page_size,
+    eps,
+    unscale,
+    H: tl.constexpr,
+    N: tl.constexpr,
+    F: tl.constexpr,
+    R: tl.constexpr,
+    H_BLOCK: tl.constexpr,
+    F_BLOCK: tl.constexpr,
+    R_ALL: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    E4M3: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """Program i: token i's rotary query channels, turned where they are, and its cache row."""
+    token = tl.program_id(0).to(tl.int64)
+    D: tl.constexpr = N + 2 * F
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
+    at = row + token * row_stride
+    cos_at, sin_at = cos + token * F, sin + token * F
+    f = tl.arange(0, F_BLOCK)
+    h = tl.arange(0, H_BLOCK)
+    c = tl.load(cos_at + f, mask=f < F, other=0.0)[None, :]
+    s = tl.load(sin_at + f, mask=f < F, other=0.0)[None, :]
+    one, two = _pairs(N, F_BLOCK, F, INTERLEAVED)
+    heads = at + h[:, None] * D
+    there = (h < H)[:, None] & (f < F)[None, :]
+    a = tl.load(heads + one[None, :], mask=there, other=0.0).to(tl.float32)
+    b = tl.load(heads + two[None, :], mask=there, other=0.0).to(tl.float32)
+    tl.store(heads + one[None, :], (a * c - b * s).to(row.dtype.element_ty), mask=there)
+    tl.store(heads + two[None, :], (a * s + b * c).to(row.dtype.element_ty), mask=there)
+    _write_row(
+        at + H * D, norm, cos_at, sin_at, tl.load(slots + token).to(tl.int64), cache, page_stride,
+        slot_stride, page_size, eps, unscale, R, R_ALL, F, F_BLOCK, INTERLEAVED, E4M3,
+    )  # fmt: skip
 
 
-def expanded_keys(row_TC: Tensor, kv_b: Tensor, sizes: MlaSizes) -> tuple[Tensor, Tensor]:
-    """`naive.expanded_keys`; the values are a view of the product."""
-    tokens = len(row_TC)
-    assert row_TC.stride(1) == 1, row_TC.stride()
-    kv_TX = torch.nn.functional.linear(row_TC[:, : sizes.rank], kv_b)
-    kv_THX = kv_TX.view(tokens, sizes.heads, sizes.nope + sizes.value)
-    k_THD = row_TC.new_empty((tokens, sizes.heads, sizes.head))
-    if tokens:
-        launch(
-            keys_kernel,
-            (tokens,),
-            kv_TX.device,
-            kv_TX,
-            row_TC,
-            k_THD,
-            row_TC.stride(0),
-            H=sizes.heads,
-            N=sizes.nope,
-            P=sizes.rope,
-            KV_HEAD=sizes.nope + sizes.value,
-            R=sizes.rank,
-            H_BLOCK=triton.next_power_of_2(sizes.heads),
-            N_BLOCK=triton.next_power_of_2(sizes.nope),
-            P_BLOCK=triton.next_power_of_2(sizes.rope),
-            num_warps=4,
-        )
-    return k_THD, kv_THX[..., sizes.nope :]
+@triton.jit(do_not_specialize=["eps", "unscale", "page_size", "tokens"])
+def absorbed_kernel(
+    row,
+    k_b,
+    norm,
+    cos,
+    sin,
+    slots,
+    cache,
+    out,
+    tokens,
+    row_stride,
+    k_b_head,
+    page_stride,
+    slot_stride,
+    page_size,
+    eps,
+    unscale,
+    H: tl.constexpr,
+    N: tl.constexpr,
+    F: tl.constexpr,
+    R: tl.constexpr,
+    TILE_T: tl.constexpr,
+    T_BLOCK: tl.constexpr,
+    N_BLOCK: tl.constexpr,
+    R_BLOCK: tl.constexpr,
+    F_BLOCK: tl.constexpr,
+    R_ALL: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    DOT: tl.constexpr,
+    E4M3: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """Programs from 0 on: (tile of tokens, head, block of R) of the product; the head's first block
+    turns its rotary channels too. Then a program a token for its cache row. Without DOT there is
+    one tile of all tokens. T_BLOCK: TILE_T, or more."""
+    blocks: tl.constexpr = (R + R_BLOCK - 1) // R_BLOCK
+    D: tl.constexpr = N + 2 * F
+    program = tl.program_id(0)
+    products = tl.cdiv(tokens, TILE_T) * H * blocks
+    if EARLY:
+        gdc_launch_dependents()
+    if program >= products:
+        token = (program - products).to(tl.int64)
+        if EARLY:
+            gdc_wait()
+        _write_row(
+            row + token * row_stride + H * D, norm, cos + token * F, sin + token * F,
+            tl.load(slots + token).to(tl.int64), cache, page_stride, slot_stride, page_size, eps,
+            unscale, R, R_ALL, F, F_BLOCK, INTERLEAVED, E4M3,
+        )  # fmt: skip
+    else:
+        block = program % blocks
+        head = program // blocks % H
+        first = (program // blocks // H).to(tl.int64) * TILE_T
+        n = tl.arange(0, N_BLOCK)
+        r = block * R_BLOCK + tl.arange(0, R_BLOCK)
+        inside = (n < N)[:, None] & (r < R)[None, :]
+        matrix = k_b + head.to(tl.int64) * k_b_head + n[:, None] * R + r[None, :]
+        weight = tl.load(matrix, mask=inside, other=0.0)
+        if EARLY:
+            gdc_wait()
+        dtype = out.dtype.element_ty
+        if DOT:
+            t = first + tl.arange(0, TILE_T)
+            queries = row + t[:, None] * row_stride + head * D + n[None, :]
+            q = tl.load(queries, mask=(t < tokens)[:, None] & (n < N)[None, :], other=0.0)
+            product = tl.dot(q, weight, input_precision="ieee").to(dtype)
+            to = out + (t[:, None] * H + head) * (R + 2 * F) + r[None, :]
+            tl.store(to, product, mask=(t < tokens)[:, None] & (r < R)[None, :])
+        else:
+            wide = weight.to(tl.float32)
+            for i in tl.static_range(TILE_T):
+                token = first + i
+                q = tl.load(row + token * row_stride + head * D + n, mask=n < N, other=0.0)
+                product = tl.sum(q.to(tl.float32)[:, None] * wide, 0).to(dtype)
+                to = out + (token * H + head) * (R + 2 * F) + r
+                tl.store(to, product, mask=r < R)
+        if block == 0:
+            _turn_head(
+                row + head * D, cos, sin, out + head * (R + 2 * F), first, tokens, row_stride, H,
+                N, F, R, T_BLOCK, F_BLOCK, INTERLEAVED,
+            )  # fmt: skip
 
 
-def _check_rows(row_TX: Tensor, turns: Turns, sizes: MlaSizes, into: LatentSlots) -> int:
-    """How many tokens there are."""
-    tokens, pairs = len(row_TX), sizes.rope // 2
-    cache_NPC = into.cache_NPC
-    assert row_TX.shape == (tokens, sizes.projected), f"{tuple(row_TX.shape)}, {sizes}"
-    assert row_TX.stride(1) == cache_NPC.stride(2) == 1, (row_TX.stride(), cache_NPC.stride())
-    assert cache_NPC.shape[2] == sizes.row, f"{tuple(cache_NPC.shape)}, {sizes}"
-    assert into.slots_T.shape == (tokens,), f"{tuple(into.slots_T.shape)} for {tokens} tokens"
-    for table_TF in (turns.cos_TF, turns.sin_TF):
-        assert table_TF.shape == (tokens, pairs), f"{tuple(table_TF.shape)}, {tokens} tokens"
-        assert table_TF.is_contiguous(), table_TF.stride()
-    return tokens
+@triton.jit
+def _turn_head(
+    row,
+    cos,
+    sin,
+    out,
+    first,
+    tokens,
+    row_stride,
+    H: tl.constexpr,
+    N: tl.constexpr,
+    F: tl.constexpr,
+    R: tl.constexpr,
+    T_BLOCK: tl.constexpr,
+    F_BLOCK: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+):
+    """Rotary channels of a head's queries from token `first` on, behind their R absorbed ones."""
+    f = tl.arange(0, F_BLOCK)
+    t = first + tl.arange(0, T_BLOCK)
+    there = (t < tokens)[:, None] & (f < F)[None, :]
+    one, two = _pairs(N, F_BLOCK, F, INTERLEAVED)
+    at = row + t[:, None] * row_stride
+    a = tl.load(at + one[None, :], mask=there, other=0.0).to(tl.float32)
+    b = tl.load(at + two[None, :], mask=there, other=0.0).to(tl.float32)
+    c = tl.load(cos + t[:, None] * F + f[None, :], mask=there, other=0.0)
+    s = tl.load(sin + t[:, None] * F + f[None, :], mask=there, other=0.0)
+    one, two = _pairs(R, F_BLOCK, F, INTERLEAVED)
+    to = out + t[:, None] * (H * (R + 2 * F))
+    tl.store(to + one[None, :], (a * c - b * s).to(out.dtype.element_ty), mask=there)
+    tl.store(to + two[None, :], (a * s + b * c).to(out.dtype.element_ty), mask=there)
 
 
-def _cache_arguments(into: LatentSlots, norm: LatentNorm) -> tuple[int | float, ...]:
-    cache_NPC = into.cache_NPC
-    return (*cache_NPC.stride()[:2], cache_NPC.shape[1], norm.eps, 1 / into.scale)
+@triton.jit(do_not_specialize=["tokens"])
+def values_kernel(
+    x,
+    v_b,
+    out,
+    tokens,
+    x_token,
+    x_head,
+    v_b_head,
+    H: tl.constexpr,
+    E: tl.constexpr,
+    R: tl.constexpr,
+    TILE_T: tl.constexpr,
+    E_BLOCK: tl.constexpr,
+    R_BLOCK: tl.constexpr,
+    DOT: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """Program: (tile of tokens, head, block of E). Without DOT there is one tile of all tokens, and
+    R_BLOCK covers R."""
+    blocks: tl.constexpr = (E + E_BLOCK - 1) // E_BLOCK
+    program = tl.program_id(0)
+    block = program % blocks
+    head = program // blocks % H
+    first = (program // blocks // H).to(tl.int64) * TILE_T
+    e = block * E_BLOCK + tl.arange(0, E_BLOCK)
+    r = tl.arange(0, R_BLOCK)
+    matrix = v_b + head.to(tl.int64) * v_b_head + e[:, None] * R + r[None, :]
+    weight = tl.load(matrix, mask=(e < E)[:, None] & (r < R)[None, :], other=0.0)
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
+    dtype = out.dtype.element_ty
+    if DOT:
+        t = first + tl.arange(0, TILE_T)
+        rows = x + t[:, None] * x_token + head * x_head + r[None, :]
+        acc = tl.zeros([TILE_T, E_BLOCK], tl.float32)
+        for start in tl.static_range(0, R, R_BLOCK):
+            here = start + r < R
+            part = tl.load(rows + start, mask=(t < tokens)[:, None] & here[None, :], other=0.0)
+            if start > 0:
+                there = (e < E)[:, None] & here[None, :]
+                weight = tl.load(matrix + start, mask=there, other=0.0)
+            acc = tl.dot(part, tl.trans(weight), acc, input_precision="ieee")
+        to = out + t[:, None] * (H * E) + head * E + e[None, :]
+        tl.store(to, acc.to(dtype), mask=(t < tokens)[:, None] & (e < E)[None, :])
+    else:
+        wide = weight.to(tl.float32)
+        for i in tl.static_range(TILE_T):
+            token = first + i
+            part = tl.load(x + token * x_token + head * x_head + r, mask=r < R, other=0.0)
+            product = tl.sum(wide * part.to(tl.float32)[None, :], 1).to(dtype)
+            tl.store(out + token * (H * E) + head * E + e, product, mask=e < E)
 
 
-def _row_constants(turns: Turns, sizes: MlaSizes, into: LatentSlots) -> dict[str, int | bool]:
-    return {
-        "F": sizes.rope // 2,
-        "R": sizes.rank,
-        "F_BLOCK": triton.next_power_of_2(sizes.rope // 2),
-        "R_ALL": triton.next_power_of_2(sizes.rank),
-        "INTERLEAVED": turns.interleaved,
-        "E4M3": into.cache_NPC.dtype == torch.float8_e4m3fn,
-    }
+@triton.jit
+def keys_kernel(
+    kv,
+    row,
+    out,
+    row_stride,
+    H: tl.constexpr,
+    N: tl.constexpr,
+    P: tl.constexpr,
+    KV_HEAD: tl.constexpr,
+    R: tl.constexpr,
+    H_BLOCK: tl.constexpr,
+    N_BLOCK: tl.constexpr,
+    P_BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """Program i: token i's keys [H, N + P]; `kv` [T, H, KV_HEAD], of which each head's first N are
+    its key's; `row` [T, R + P]."""
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
+    token = tl.program_id(0).to(tl.int64)
+    h = tl.arange(0, H_BLOCK)[:, None]
+    n = tl.arange(0, N_BLOCK)[None, :]
+    p = tl.arange(0, P_BLOCK)
+    there = (h < H) & (n < N)
+    nope = tl.load(kv + token * (H * KV_HEAD) + h * KV_HEAD + n, mask=there, other=0.0)
+    rope = tl.load(row + token * row_stride + R + p, mask=p < P, other=0.0)
+    to = out + token * (H * (N + P)) + h * (N + P)
+    tl.store(to + n, nope, mask=there)
+    spread = rope[None, :] + tl.zeros([H_BLOCK, P_BLOCK], rope.dtype)
+    tl.store(to + N + p[None, :], spread, mask=(h < H) & (p < P)[None, :])
