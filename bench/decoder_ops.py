@@ -122,17 +122,11 @@ def check() -> set[str]:
 
 
 def swept_ways() -> list[Way]:
-    rows = [
-        Way("rows", o, HIDDEN, w, 1)
-        for o, w in itertools.product((1, 2, 4, 8, 16), (2, 4, 8))
+    return [
+        Way(o, HIDDEN, w)
+        for o, w in itertools.product((2, 4, 8, 16), (2, 4, 8))
         if 16 <= o * HIDDEN // (32 * w) <= 128
     ]
-    tiles = [
-        Way("tiles", o, k, w, s)
-        for o, k, w, s in itertools.product((16, 32), (128, 256), (2, 4), (3, 5))
-        if (16 + o) * k * 2 * s <= 100 << 10
-    ]
-    return rows + tiles
 
 
 def copies(nbytes: float) -> int:
@@ -171,11 +165,10 @@ def linear_cases(tokens: int, sweep: bool) -> Iterator[Case]:
                 fp32,
                 flops,
             )
-        own = way(tokens, outputs, channels, 2)
+        own = way(tokens, outputs, channels, False)
         ways = [] if own is None else [own]
         if sweep and name in ("qkv_a", "o_proj", "lm_head"):
-            kind = "rows" if tokens == 1 else "tiles"
-            ways += [w for w in swept_ways() if w.kind == kind and w != own]
+            ways += [w for w in swept_ways() if w != own]
         dtype = torch.float32 if name == "lm_head" else DTYPE
         for chosen in ways:
             label = f"{name} {' '.join(map(str, chosen))}" + (" *" if chosen == own else "")
@@ -191,7 +184,7 @@ def linear_cases(tokens: int, sweep: bool) -> Iterator[Case]:
                 return F.linear(fast_norm.add_rms_norm(x, x, norm, EPS)[0], w)
 
             yield Case(f"{name} norm, then product", of(two), moved, flops)
-            for chosen in (w for w in ways if w.kind == "rows"):
+            for chosen in ways:
 
                 def fused(x, w, chosen=chosen, norm=norm):
                     return fast_linear.norm_product(chosen, x, x, norm, EPS, w)
@@ -445,7 +438,7 @@ def main() -> None:
                     if tokens != 8:
                         chain(tokens, args.profile)
                     continue
-                for case in sets[name](tokens, args.sweep and tokens in (1, 8, 16)):
+                for case in sets[name](tokens, args.sweep and tokens <= 4):
                     report(case, tokens, red)
             except Exception:  # noqa: BLE001  the next one may run
                 traceback.print_exc()

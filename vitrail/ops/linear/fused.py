@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from vitrail.ops.launch import launch, may_start_early
-from vitrail.ops.linear.table import MAX_TILE_TOKENS, Way, way
-from vitrail.ops.linear.triton import rows_kernel, tiles_kernel
+from vitrail.ops.linear.table import Way, way
+from vitrail.ops.linear.triton import rows_kernel
 from vitrail.ops.norm.triton import add_rms_norm, rms_norm
 
 
@@ -33,8 +33,8 @@ def add_norm_linear(
     x_TK: Tensor, residual_TK: Tensor | None, norm_K: Tensor, eps: float, weight_OK: Tensor
 ) -> tuple[Tensor, Tensor]:
     """`naive.add_norm_linear`; for a few tokens in one launch."""
-    chosen = _way(x_TK, weight_OK)
-    if chosen is not None and chosen.kind == "rows":
+    chosen = _way(x_TK, weight_OK, normed=True)
+    if chosen is not None:
         return norm_product(chosen, x_TK, residual_TK, norm_K, eps, weight_OK)
     if residual_TK is None:
         normed_TK, total_TK = rms_norm(x_TK, norm_K, eps), x_TK
@@ -47,48 +47,27 @@ def product(chosen: Way, x_TK: Tensor, weight_OK: Tensor, dtype: torch.dtype) ->
     """x weight^T in `dtype`, the way that was chosen."""
     tokens, (outputs, channels) = len(x_TK), _check(x_TK, weight_OK)
     out_TO = torch.empty((tokens, outputs), dtype=dtype, device=x_TK.device)
-    grid = (-(-outputs // chosen.outputs),)
-    if chosen.kind == "rows":
-        launch(
-            rows_kernel,
-            grid,
-            x_TK.device,
-            x_TK,
-            x_TK,
-            x_TK,
-            weight_OK,
-            out_TO,
-            out_TO,
-            x_TK.stride(0),
-            0,
-            0.0,
-            TOKENS=tokens,
-            OUTPUTS=outputs,
-            K=channels,
-            K_BLOCK=chosen.channels,
-            O_BLOCK=chosen.outputs,
-            NORM=False,
-            ADD=False,
-            num_warps=chosen.warps,
-        )
-        return out_TO
-    assert tokens <= MAX_TILE_TOKENS, f"{tokens} tokens of at most {MAX_TILE_TOKENS}"
     launch(
-        tiles_kernel,
-        grid,
+        rows_kernel,
+        (-(-outputs // chosen.outputs),),
         x_TK.device,
+        x_TK,
+        x_TK,
         x_TK,
         weight_OK,
         out_TO,
-        tokens,
+        out_TO,
         x_TK.stride(0),
+        0,
+        0.0,
+        TOKENS=tokens,
         OUTPUTS=outputs,
         K=channels,
-        T_BLOCK=MAX_TILE_TOKENS,
         K_BLOCK=chosen.channels,
         O_BLOCK=chosen.outputs,
+        NORM=False,
+        ADD=False,
         num_warps=chosen.warps,
-        num_stages=chosen.stages,
     )
     return out_TO
 
@@ -101,7 +80,7 @@ def norm_product(
     eps: float,
     weight_OK: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """`naive.add_norm_linear` by `rows`."""
+    """`naive.add_norm_linear`, the way that was chosen."""
     tokens, (outputs, channels) = len(x_TK), _check(x_TK, weight_OK)
     assert norm_K.shape == (channels,), f"{tuple(norm_K.shape)} for {channels} channels"
     out_TO = x_TK.new_empty((tokens, outputs))
@@ -134,11 +113,11 @@ def norm_product(
     return out_TO, total_TK
 
 
-def _way(x_TK: Tensor, weight_OK: Tensor) -> Way | None:
+def _way(x_TK: Tensor, weight_OK: Tensor, normed: bool = False) -> Way | None:
     if x_TK.dtype != torch.bfloat16 or not may_start_early(x_TK.device):
         return None
     outputs, channels = weight_OK.shape
-    return way(len(x_TK), outputs, channels, weight_OK.element_size())
+    return way(len(x_TK), outputs, channels, normed)
 
 
 def _check(x_TK: Tensor, weight_OK: Tensor) -> tuple[int, int]:

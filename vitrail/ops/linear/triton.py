@@ -55,37 +55,3 @@ def rows_kernel(
             value = value.to(x.dtype.element_ty).to(tl.float32)
         product = tl.sum(wide * value[None, :], 1)
         tl.store(out + t * OUTPUTS + o, product.to(out.dtype.element_ty), mask=o < OUTPUTS)
-
-
-@triton.jit
-def tiles_kernel(
-    x,
-    weight,
-    out,
-    tokens,
-    x_stride,
-    OUTPUTS: tl.constexpr,
-    K: tl.constexpr,
-    T_BLOCK: tl.constexpr,
-    K_BLOCK: tl.constexpr,
-    O_BLOCK: tl.constexpr,
-    EARLY: tl.constexpr,
-):
-    """Program i: outputs [i * O_BLOCK, ...) of all tokens, at most T_BLOCK."""
-    t = tl.arange(0, T_BLOCK)
-    k = tl.arange(0, K_BLOCK)
-    o = tl.program_id(0).to(tl.int64) * O_BLOCK + tl.arange(0, O_BLOCK)
-    matrix = weight + o[None, :] * K + k[:, None]
-    rows = x + t[:, None] * x_stride + k[None, :]
-    if EARLY:
-        gdc_launch_dependents()
-        gdc_wait()
-    acc = tl.zeros([T_BLOCK, O_BLOCK], tl.float32)
-    for start in range(0, K, K_BLOCK):
-        there = start + k < K
-        a = tl.load(rows + start, mask=(t < tokens)[:, None] & there[None, :], other=0.0)
-        w = tl.load(matrix + start, mask=there[:, None] & (o < OUTPUTS)[None, :], other=0.0)
-        acc = tl.dot(a, w, acc, input_precision="ieee")
-    to = out + t[:, None] * OUTPUTS + o[None, :]
-    there = (t < tokens)[:, None] & (o < OUTPUTS)[None, :]
-    tl.store(to, acc.to(out.dtype.element_ty), mask=there)

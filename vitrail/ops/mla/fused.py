@@ -13,7 +13,8 @@ from vitrail.ops.mla.triton import absorbed_kernel, expanded_kernel, keys_kernel
 MAX_UNROLLED = 4  # tokens that take turns over weights in registers; more are rows of a product
 MATRIX_ROWS = 16  # the fewest
 R_BLOCK = 64
-PRODUCT_R = 128
+E_BLOCK = 16
+MAX_RANK = 512  # of rows that a program of `values` holds whole
 MAX_VALUE_TOKENS = 128  # beyond, the batched product of the library
 
 
@@ -115,15 +116,14 @@ def values(out_THR: Tensor, v_b_HER: Tensor) -> Tensor:
     assert v_b_HER.stride()[1:] == (rank, 1), v_b_HER.stride()
     assert out_THR.stride(-1) == 1, out_THR.stride()
     out = out_THR.new_empty((tokens, heads * width))
-    if tokens > MAX_VALUE_TOKENS:
+    if tokens > MAX_VALUE_TOKENS or rank > MAX_RANK:
         by_head = out.view(tokens, heads, width).transpose(0, 1)
         torch.bmm(out_THR.transpose(0, 1), v_b_HER.transpose(1, 2), out=by_head)
         return out
     if not tokens:
         return out
     shape = tile(tokens, most=32)
-    e_block, r_block = (32, PRODUCT_R) if shape.dot else (16, triton.next_power_of_2(rank))
-    blocks = -(-width // e_block)
+    blocks = -(-width // E_BLOCK)
     launch(
         values_kernel,
         (-(-tokens // shape.tokens) * heads * blocks,),
@@ -138,8 +138,8 @@ def values(out_THR: Tensor, v_b_HER: Tensor) -> Tensor:
         E=width,
         R=rank,
         TILE_T=shape.tokens,
-        E_BLOCK=e_block,
-        R_BLOCK=r_block,
+        E_BLOCK=E_BLOCK,
+        R_BLOCK=max(triton.next_power_of_2(rank), MATRIX_ROWS),
         DOT=shape.dot,
         num_warps=4,
     )

@@ -14,12 +14,38 @@ E4M3_MAX = tl.constexpr(448.0)
 
 
 @triton.jit
-def _pairs(first, F_BLOCK: tl.constexpr, F: tl.constexpr, INTERLEAVED: tl.constexpr):
-    """Channels of the pairs' first and second members, from `first` on."""
-    f = tl.arange(0, F_BLOCK)
+def _turn(
+    at,
+    to,
+    live,
+    c,
+    s,
+    unscale,
+    F: tl.constexpr,
+    ROWS: tl.constexpr,
+    F_BLOCK: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    E4M3: tl.constexpr,
+):
+    """The 2 F channels at each of `at` [ROWS], turned by cosines and sines [ROWS or 1, F_BLOCK], to
+    `to` [ROWS]. Channels are read and written side by side, whatever makes a pair."""
+    dtype = at.dtype.element_ty
     if INTERLEAVED:
-        return first + 2 * f, first + 2 * f + 1
-    return first + f, first + F + f
+        p = tl.arange(0, 2 * F_BLOCK)[None, :]
+        there = live[:, None] & (p < 2 * F)
+        x = tl.load(at[:, None] + p, mask=there, other=0.0).to(tl.float32)
+        a, b = tl.split(tl.reshape(x, [ROWS, F_BLOCK, 2]))
+        both = tl.join((a * c - b * s).to(dtype), (a * s + b * c).to(dtype))
+        turned = tl.reshape(both, [ROWS, 2 * F_BLOCK])
+        tl.store(to[:, None] + p, _stored(turned, to, unscale, E4M3), mask=there)
+    else:
+        f = tl.arange(0, F_BLOCK)[None, :]
+        there = live[:, None] & (f < F)
+        a = tl.load(at[:, None] + f, mask=there, other=0.0).to(tl.float32)
+        b = tl.load(at[:, None] + F + f, mask=there, other=0.0).to(tl.float32)
+        one, two = (a * c - b * s).to(dtype), (a * s + b * c).to(dtype)
+        tl.store(to[:, None] + f, _stored(one, to, unscale, E4M3), mask=there)
+        tl.store(to[:, None] + F + f, _stored(two, to, unscale, E4M3), mask=there)
 
 
 @triton.jit
@@ -47,29 +73,25 @@ def _write_row(
     f = tl.arange(0, F_BLOCK)
     x = tl.load(latent + r, mask=r < R, other=0.0).to(tl.float32)
     weight = tl.load(norm + r, mask=r < R, other=0.0).to(tl.float32)
-    one, two = _pairs(R, F_BLOCK, F, INTERLEAVED)
-    a = tl.load(latent + one, mask=f < F, other=0.0).to(tl.float32)
-    b = tl.load(latent + two, mask=f < F, other=0.0).to(tl.float32)
-    c = tl.load(cos + f, mask=f < F, other=0.0)
-    s = tl.load(sin + f, mask=f < F, other=0.0)
+    c = tl.load(cos + f, mask=f < F, other=0.0)[None, :]
+    s = tl.load(sin + f, mask=f < F, other=0.0)[None, :]
     at = cache + slot // page_size * page_stride + slot % page_size * slot_stride
-    dtype = latent.dtype.element_ty
-    normed = (x * tl.rsqrt(tl.sum(x * x, 0) / R + eps) * weight).to(dtype)
-    a_turned, b_turned = (a * c - b * s).to(dtype), (a * s + b * c).to(dtype)
-    tl.store(at + r, _stored(normed, cache, unscale, E4M3), mask=r < R)
-    tl.store(at + one, _stored(a_turned, cache, unscale, E4M3), mask=f < F)
-    tl.store(at + two, _stored(b_turned, cache, unscale, E4M3), mask=f < F)
+    normed = x * tl.rsqrt(tl.sum(x * x, 0) / R + eps) * weight
+    stored = _stored(normed.to(latent.dtype.element_ty), cache, unscale, E4M3)
+    tl.store(at + r, stored, mask=r < R)
+    one = tl.arange(0, 1)
+    _turn(latent + R + one, at + R + one, one == 0, c, s, unscale, F, 1, F_BLOCK, INTERLEAVED, E4M3)
 
 
 @triton.jit
-def _stored(x, cache, unscale, E4M3: tl.constexpr):
-    """What a cache of e4m3 holds of x: saturated where finite, else NaN."""
+def _stored(x, to, unscale, E4M3: tl.constexpr):
+    """What memory of e4m3 holds of x: saturated where finite, else NaN."""
     if E4M3:
         wide = x.to(tl.float32)
         near = tl.minimum(tl.maximum(wide * unscale, -E4M3_MAX), E4M3_MAX)
         near = tl.where(tl.abs(wide) < float("inf"), near, float("nan"))
-        return near.to(cache.dtype.element_ty)
-    return x.to(cache.dtype.element_ty)
+        return near.to(to.dtype.element_ty)
+    return x.to(to.dtype.element_ty)
 
 
 @triton.jit(do_not_specialize=["eps", "unscale", "page_size"])
@@ -109,13 +131,8 @@ def expanded_kernel(
     h = tl.arange(0, H_BLOCK)
     c = tl.load(cos_at + f, mask=f < F, other=0.0)[None, :]
     s = tl.load(sin_at + f, mask=f < F, other=0.0)[None, :]
-    one, two = _pairs(N, F_BLOCK, F, INTERLEAVED)
-    heads = at + h[:, None] * D
-    there = (h < H)[:, None] & (f < F)[None, :]
-    a = tl.load(heads + one[None, :], mask=there, other=0.0).to(tl.float32)
-    b = tl.load(heads + two[None, :], mask=there, other=0.0).to(tl.float32)
-    tl.store(heads + one[None, :], (a * c - b * s).to(row.dtype.element_ty), mask=there)
-    tl.store(heads + two[None, :], (a * s + b * c).to(row.dtype.element_ty), mask=there)
+    heads = at + h * D + N
+    _turn(heads, heads, h < H, c, s, unscale, F, H_BLOCK, F_BLOCK, INTERLEAVED, False)
     _write_row(
         at + H * D, norm, cos_at, sin_at, tl.load(slots + token).to(tl.int64), cache, page_stride,
         slot_stride, page_size, eps, unscale, R, R_ALL, F, F_BLOCK, INTERLEAVED, E4M3,
@@ -225,19 +242,15 @@ def _turn_head(
     INTERLEAVED: tl.constexpr,
 ):
     """Rotary channels of a head's queries from token `first` on, behind their R absorbed ones."""
-    f = tl.arange(0, F_BLOCK)
+    f = tl.arange(0, F_BLOCK)[None, :]
     t = first + tl.arange(0, T_BLOCK)
-    there = (t < tokens)[:, None] & (f < F)[None, :]
-    one, two = _pairs(N, F_BLOCK, F, INTERLEAVED)
-    at = row + t[:, None] * row_stride
-    a = tl.load(at + one[None, :], mask=there, other=0.0).to(tl.float32)
-    b = tl.load(at + two[None, :], mask=there, other=0.0).to(tl.float32)
-    c = tl.load(cos + t[:, None] * F + f[None, :], mask=there, other=0.0)
-    s = tl.load(sin + t[:, None] * F + f[None, :], mask=there, other=0.0)
-    one, two = _pairs(R, F_BLOCK, F, INTERLEAVED)
-    to = out + t[:, None] * (H * (R + 2 * F))
-    tl.store(to + one[None, :], (a * c - b * s).to(out.dtype.element_ty), mask=there)
-    tl.store(to + two[None, :], (a * s + b * c).to(out.dtype.element_ty), mask=there)
+    live = t < tokens
+    there = live[:, None] & (f < F)
+    c = tl.load(cos + t[:, None] * F + f, mask=there, other=0.0)
+    s = tl.load(sin + t[:, None] * F + f, mask=there, other=0.0)
+    to = out + t * (H * (R + 2 * F)) + R
+    at = row + t * row_stride + N
+    _turn(at, to, live, c, s, 1.0, F, T_BLOCK, F_BLOCK, INTERLEAVED, False)
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -258,8 +271,8 @@ def values_kernel(
     DOT: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Program: (tile of tokens, head, block of E). Without DOT there is one tile of all tokens, and
-    R_BLOCK covers R."""
+    """Program: (tile of tokens, head, block of E). R_BLOCK covers R. Without DOT there is one tile
+    of all tokens."""
     blocks: tl.constexpr = (E + E_BLOCK - 1) // E_BLOCK
     program = tl.program_id(0)
     block = program % blocks
@@ -276,16 +289,10 @@ def values_kernel(
     if DOT:
         t = first + tl.arange(0, TILE_T)
         rows = x + t[:, None] * x_token + head * x_head + r[None, :]
-        acc = tl.zeros([TILE_T, E_BLOCK], tl.float32)
-        for start in tl.static_range(0, R, R_BLOCK):
-            here = start + r < R
-            part = tl.load(rows + start, mask=(t < tokens)[:, None] & here[None, :], other=0.0)
-            if start > 0:
-                there = (e < E)[:, None] & here[None, :]
-                weight = tl.load(matrix + start, mask=there, other=0.0)
-            acc = tl.dot(part, tl.trans(weight), acc, input_precision="ieee")
+        part = tl.load(rows, mask=(t < tokens)[:, None] & (r < R)[None, :], other=0.0)
+        product = tl.dot(part, tl.trans(weight), input_precision="ieee")
         to = out + t[:, None] * (H * E) + head * E + e[None, :]
-        tl.store(to, acc.to(dtype), mask=(t < tokens)[:, None] & (e < E)[None, :])
+        tl.store(to, product.to(dtype), mask=(t < tokens)[:, None] & (e < E)[None, :])
     else:
         wide = weight.to(tl.float32)
         for i in tl.static_range(TILE_T):
