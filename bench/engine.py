@@ -1,4 +1,4 @@
-"""The engine at Kimi-VL-A3B's shape, random weights, no server: rates, idle time, where a step goes.
+"""The engine at Kimi-VL-A3B's shape, random weights, no server: rates, idle time, a profile.
 
     python bench/engine.py [--batches 1,32,256] [--no-profile] [--no-check] [--step-tokens 8192]
     python bench/engine.py --tiny        # a small shape on a CPU: a smoke test
@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from kimi_vl_shape import IMAGE, TEXT, TINY, TINY_VISION, VISION, decode_floor, prefill_floor, write
 from torch.profiler import ProfilerActivity, profile
 
 from vitrail import SamplingParams
@@ -35,74 +36,8 @@ from vitrail.engine.engine import Engine
 from vitrail.engine.request import EngineRequest
 from vitrail.engine.runner import Runner
 
-BYTES_PER_S, FLOPS_PER_S = 4.2e12, 650e12
 WARM, OUTPUT, CONTEXT, RUNS = 16, 128, 1024, 3
 PROFILED_STEPS = 12
-IMAGE = 163605
-TEXT: dict[str, Any] = {
-    "vocab_size": 163840,
-    "hidden_size": 2048,
-    "intermediate_size": 11264,
-    "moe_intermediate_size": 1408,
-    "num_hidden_layers": 27,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 16,
-    "n_shared_experts": 2,
-    "n_routed_experts": 64,
-    "num_experts_per_tok": 6,
-    "routed_scaling_factor": 2.446,
-    "kv_lora_rank": 512,
-    "q_lora_rank": None,
-    "qk_rope_head_dim": 64,
-    "qk_nope_head_dim": 128,
-    "v_head_dim": 128,
-    "n_group": 1,
-    "topk_group": 1,
-    "norm_topk_prob": True,
-    "scoring_func": "sigmoid",
-    "topk_method": "noaux_tc",
-    "first_k_dense_replace": 1,
-    "moe_layer_freq": 1,
-    "hidden_act": "silu",
-    "rms_norm_eps": 1e-05,
-    "rope_theta": 800000.0,
-    "max_position_embeddings": 131072,
-    "attention_bias": False,
-    "tie_word_embeddings": False,
-    "bos_token_id": 163584,
-    "eos_token_id": 163585,
-    "pad_token_id": 163839,
-}
-VISION = {
-    "model_type": "moonvit",
-    "patch_size": 14,
-    "num_attention_heads": 16,
-    "num_hidden_layers": 27,
-    "hidden_size": 1152,
-    "intermediate_size": 4304,
-    "init_pos_emb_height": 64,
-    "init_pos_emb_width": 64,
-    "merge_kernel_size": [2, 2],
-}
-TINY = {
-    "vocab_size": 640,
-    "hidden_size": 96,
-    "intermediate_size": 160,
-    "moe_intermediate_size": 48,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "n_routed_experts": 8,
-    "num_experts_per_tok": 2,
-    "kv_lora_rank": 32,
-    "qk_rope_head_dim": 8,
-    "qk_nope_head_dim": 16,
-    "v_head_dim": 16,
-    "bos_token_id": 600,
-    "eos_token_id": 601,
-    "pad_token_id": 639,
-}
-TINY_VISION = {"num_attention_heads": 2, "num_hidden_layers": 2, "hidden_size": 64}
 # A kernel belongs to the first group one of whose words its name has.
 GROUPS = (
     ("copies", ("memcpy", "memset")),
@@ -131,21 +66,6 @@ class Shape(NamedTuple):
 class Ran(NamedTuple):
     seconds: float
     tokens: dict[str, list[int]]
-
-
-def write(folder: Path, text: dict[str, Any], vision: dict[str, Any], image: int) -> None:
-    """A checkpoint of one file: config.json."""
-    config = {
-        "architectures": ["KimiVLForConditionalGeneration"],
-        "model_type": "kimi_vl",
-        "text_config": text,
-        "vision_config": vision,
-        "media_placeholder_token_id": image,
-        "torch_dtype": "bfloat16",
-        "vocab_size": text["vocab_size"],
-        "tie_word_embeddings": False,
-    }
-    (folder / "config.json").write_text(json.dumps(config))
 
 
 def requests(shape: Shape, count: int, length: int, output: int, seed: int) -> list[EngineRequest]:
@@ -213,50 +133,6 @@ def prefill_rate(engine: Engine, shape: Shape, count: int, length: int) -> float
         shape.runs,
     )
     return count * length / seconds
-
-
-def sizes(text: dict[str, Any]) -> tuple[int, int, int, int]:
-    """Parameters: of all layers but routed experts, of the head, of one expert; layers with
-    experts."""
-    m, heads = text["hidden_size"], text["num_attention_heads"]
-    nope, rope, v = (text[k] for k in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"))
-    rank, layers, dense = (
-        text[k] for k in ("kv_lora_rank", "num_hidden_layers", "first_k_dense_replace")
-    )
-    attention = m * heads * (nope + rope) + m * (rank + rope)
-    attention += rank * heads * (nope + v) + heads * v * m
-    expert = 3 * m * text["moe_intermediate_size"]
-    shared = text["n_shared_experts"] * expert
-    fixed = layers * attention + dense * 3 * m * text["intermediate_size"]
-    sparse = layers - dense
-    return (
-        fixed + sparse * (shared + m * text["n_routed_experts"]),
-        text["vocab_size"] * m,
-        expert,
-        sparse,
-    )
-
-
-def decode_floor(text: dict[str, Any], batch: int, context: int) -> tuple[float, float]:
-    """(bytes a step, tokens a second): weights once, of the experts those that a random choice
-    touches, and every sequence's rows."""
-    fixed, head, expert, sparse = sizes(text)
-    experts, chosen = text["n_routed_experts"], text["num_experts_per_tok"]
-    touched = experts * (1 - (1 - chosen / experts) ** batch)
-    row = text["num_hidden_layers"] * (text["kv_lora_rank"] + text["qk_rope_head_dim"])
-    read = 2 * (fixed + head + sparse * touched * expert + batch * context * row)
-    return read, batch * BYTES_PER_S / read
-
-
-def prefill_floor(text: dict[str, Any], count: int, length: int) -> float:
-    """Tokens a second of the products and the attention alone."""
-    fixed, head, expert, sparse = sizes(text)
-    each = fixed + sparse * text["num_experts_per_tok"] * expert
-    heads = text["num_attention_heads"]
-    wide = text["qk_nope_head_dim"] + text["qk_rope_head_dim"] + text["v_head_dim"]
-    attended = text["num_hidden_layers"] * length * length * heads * wide
-    flops = 2 * count * (length * each + head) + count * attended
-    return count * length * FLOPS_PER_S / flops
 
 
 class Event(NamedTuple):
@@ -365,9 +241,7 @@ def check(engine: Engine, shape: Shape, batches: list[int]) -> None:
             f"step by step {agreement(first, slow)}",
             end="",
         )
-        parts = runner_parts(engine)
-        if "graphs" in type(parts).__dataclass_fields__ and vars_of(parts, "graphs") is not None:
-            eager = Engine(engine.scheduler, Runner(replace(parts, graphs=None)), step_ahead=True)
+        if (eager := eager_engine(engine)) is not None:
             print(f", eager {agreement(first, run(eager, asked()))}", end="")
         alone = {}
         for i, request in enumerate(asked()[:4]):
@@ -381,12 +255,12 @@ def engine_runner(engine: Engine) -> Runner:
     return engine._runner  # noqa: SLF001
 
 
-def runner_parts(engine: Engine) -> Any:
-    return engine_runner(engine)._p  # noqa: SLF001
-
-
-def vars_of(parts: Any, name: str) -> Any:
-    return {f: getattr(parts, f) for f in type(parts).__dataclass_fields__}[name]
+def eager_engine(engine: Engine) -> Engine | None:
+    """The same without graphs, None where there are none."""
+    parts = engine_runner(engine)._p  # noqa: SLF001
+    if parts.graphs is None:
+        return None
+    return Engine(engine.scheduler, Runner(replace(parts, graphs=None)), step_ahead=True)
 
 
 @contextmanager

@@ -14,6 +14,9 @@ from vitrail.attention.plan import AttentionPlan
 
 Ints = NDArray[np.int64]
 
+# Backends whose launches follow records.
+RECORDED = ("triton", "cute")
+
 ITEM_FIELDS = 9
 COMBINE_FIELDS = 5
 # Lengths that an item may have are tried on a geometric scale of so many steps.
@@ -35,10 +38,10 @@ class Records(NamedTuple):
 
 def make_records(
     plan: AttentionPlan,
-    q_lens: Sequence[int],
-    kv_lens: Sequence[int],
-    q_starts: Sequence[int],
-    kv_bases: Sequence[int],
+    q_lens: Sequence[int] | Ints,
+    kv_lens: Sequence[int] | Ints,
+    q_starts: Sequence[int] | Ints,
+    kv_bases: Sequence[int] | Ints,
 ) -> Records:
     """Every row of every sequence in one block of `tile_m` rows, every key that a row of the block
     sees in one item of the block; `kv_bases`: block table rows, or first packed key rows."""
@@ -93,8 +96,7 @@ def decode_records(plan: AttentionPlan, kv_lens: Ints, kv_bases: Ints) -> Record
     site, count = plan.shape.site, len(kv_lens)
     group = site.num_q_heads // site.num_kv_heads
     if group > plan.tile_m or not site.causal:
-        starts = kv_lens - 1
-        return make_records(plan, [1] * count, kv_lens.tolist(), starts.tolist(), kv_bases.tolist())
+        return make_records(plan, np.ones_like(kv_lens), kv_lens, kv_lens - 1, kv_bases)
     page = plan.shape.page_size or 1
     lo = np.zeros_like(kv_lens)
     if site.window is not None:
