@@ -24,7 +24,7 @@ from torch import Tensor
 from vitrail.engine.parcel import Parcel, Received
 from vitrail.engine.request import SamplingParams, TokenLogprob
 from vitrail.engine.step import SlotSetup
-from vitrail.ops.dispatch import best_tokens, draw_plain
+from vitrail.ops.dispatch import select_sampling
 from vitrail.ops.sampling.naive import Filters, draw_filtered
 
 GREEDY, PLAIN, FILTERED = range(3)
@@ -97,7 +97,7 @@ class Sampler:
         mask = torch.zeros(vocab_size, dtype=torch.float32)
         mask[list(never_sampled)] = -torch.inf
         self._never_V = mask.to(device)
-        self._vocab = vocab_size
+        self._vocab, self._ops = vocab_size, select_sampling(device)
         self._kind = np.full(max_running, -1, dtype=np.int8)
         # temperature, top_k (V: all), top_p, min_p
         self._columns = np.ones((4, max_running))
@@ -189,8 +189,9 @@ class Sampler:
             values += by + [-np.inf] * len(masked)
         if not at:
             return None
-        pair = (sent.add(np.array(each, dtype=np.int64)) for each in (at, ids))
-        return *pair, sent.add(np.array(values, dtype=np.float32))
+        rows = sent.add(np.array(at, dtype=np.int64))
+        tokens = sent.add(np.array(ids, dtype=np.int64))
+        return rows, tokens, sent.add(np.array(values, dtype=np.float32))
 
     def settle(self, asked: Asked, got: Received) -> None:
         """Rows that entered the penalty tables with this step; before anything is sampled."""
@@ -199,7 +200,7 @@ class Sampler:
 
     def sample(self, logits_SV: Float[Tensor, "S V"], asked: Asked, got: Received) -> Sampled:
         """One token a row, as `asked` when the rows were settled."""
-        tokens_S, finite_S = best_tokens(logits_SV, self._never_V)
+        tokens_S, finite_S = self._ops.best_tokens(logits_SV, self._never_V)
         x_SV = logits_SV
         if asked.penalised is not None or asked.biases is not None:
             x_SV = self._adjusted(logits_SV, asked, got)
@@ -207,12 +208,11 @@ class Sampler:
             finite_S = finite_S & torch.isfinite(best_S)
         if asked.plain is not None:
             rows, (u, temperature) = got(asked.plain.rows), got(asked.plain.columns)
-            drawn = draw_plain(x_SV.index_select(0, rows), self._never_V, temperature, u)
+            drawn = self._ops.draw_plain(x_SV, rows, self._never_V, temperature, u)
             tokens_S.index_copy_(0, rows, drawn)
         if asked.filtered is not None:
             rows, (u, temperature, *kept) = got(asked.filtered.rows), got(asked.filtered.columns)
-            x_RV = x_SV.index_select(0, rows)
-            drawn = draw_filtered(x_RV, self._never_V, temperature, Filters(*kept), u)
+            drawn = draw_filtered(x_SV, rows, self._never_V, temperature, Filters(*kept), u)
             tokens_S.index_copy_(0, rows, drawn)
         if asked.penalised is not None:
             rows, tables, _ = (got(ticket) for ticket in asked.penalised)

@@ -2,14 +2,16 @@
 none read from a tensor's contents."""
 
 from collections.abc import Callable
+from functools import cache
+from typing import NamedTuple
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
+import vitrail.ops.sampling.naive as naive_sampling
 from vitrail.ops.moe.grouped import GROUPED_ALIGN_BYTES, grouped_experts, segmented_experts
 from vitrail.ops.moe.naive import Routing, naive_experts
-from vitrail.ops.sampling import naive as sampling
 
 Experts = Callable[
     [Float[Tensor, "T M"], Routing, Float[Tensor, "X F M"], Float[Tensor, "X M I"]],
@@ -27,18 +29,16 @@ def select_experts(device: torch.device, dtype: torch.dtype, widths: tuple[int, 
     return grouped_experts if dtype == torch.bfloat16 and aligned else naive_experts
 
 
-def best_tokens(
-    logits_SV: Float[Tensor, "S V"], never_V: Float[Tensor, "V"]
-) -> tuple[Int[Tensor, "S"], Bool[Tensor, "S"]]:
-    """`sampling.naive.best_tokens`: on a GPU in one pass over the logits."""
-    return sampling.best_tokens(logits_SV, never_V)
+class SamplingOps(NamedTuple):
+    best_tokens: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+    draw_plain: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
-def draw_plain(
-    x_SV: Float[Tensor, "S V"],
-    never_V: Float[Tensor, "V"],
-    temperature_S: Float[Tensor, "S"],
-    u_S: Float[Tensor, "S"],
-) -> Int[Tensor, "S"]:
-    """`sampling.naive.draw_plain`."""
-    return sampling.draw_plain(x_SV, never_V, temperature_S, u_S)
+@cache
+def select_sampling(device: torch.device) -> SamplingOps:
+    """Ours in Triton on a GPU, else the definitions."""
+    if device.type != "cuda":
+        return SamplingOps(naive_sampling.best_tokens, naive_sampling.draw_plain)
+    from vitrail.ops.sampling import triton
+
+    return SamplingOps(triton.best_tokens, triton.draw_plain)

@@ -1,6 +1,7 @@
 """The definition of sampling, row by row: nothing of a row depends on another.
 
-Legend: S rows, V vocabulary. Logits are fp32, probabilities float64; a draw u is in [0, 1)."""
+Legend: S rows, R rows that draw, V vocabulary. Logits are fp32, probabilities float64; a draw u is
+in [0, 1)."""
 
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -17,9 +18,9 @@ class Filters(NamedTuple):
     """Of each row, float64: how many of the likeliest ids stay (V: all), the mass that they reach
     (1: all), the share of the likeliest one's probability that an id has at least (0: any)."""
 
-    top_k: Float[Tensor, "S"]
-    top_p: Float[Tensor, "S"]
-    min_p: Float[Tensor, "S"]
+    top_k: Float[Tensor, "R"]
+    top_p: Float[Tensor, "R"]
+    min_p: Float[Tensor, "R"]
 
 
 def best_tokens(
@@ -33,29 +34,31 @@ def best_tokens(
 
 def draw_plain(
     x_SV: Float[Tensor, "S V"],
+    rows_R: Int[Tensor, "R"],
     never_V: Float[Tensor, "V"],
-    temperature_S: Float[Tensor, "S"],
-    u_S: Float[Tensor, "S"],
-) -> Int[Tensor, "S"]:
-    """Inverse CDF in vocabulary order."""
+    temperature_R: Float[Tensor, "R"],
+    u_R: Float[Tensor, "R"],
+) -> Int[Tensor, "R"]:
+    """For each of `rows`, inverse CDF in vocabulary order."""
     parts: list[Tensor] = []
-    for x_BV, t_B, u_B in _blocks(x_SV, temperature_S, u_S):
-        parts.append(_invert(_probabilities(x_BV + never_V, t_B), u_B))
+    for rows_B, t_B, u_B in _blocks(rows_R, temperature_R, u_R):
+        parts.append(_invert(_probabilities(x_SV[rows_B] + never_V, t_B), u_B))
     return torch.cat(parts)
 
 
 def draw_filtered(
     x_SV: Float[Tensor, "S V"],
+    rows_R: Int[Tensor, "R"],
     never_V: Float[Tensor, "V"],
-    temperature_S: Float[Tensor, "S"],
+    temperature_R: Float[Tensor, "R"],
     filters: Filters,
-    u_S: Float[Tensor, "S"],
-) -> Int[Tensor, "S"]:
-    """Inverse CDF over the kept part of the distribution, likeliest first. Ties keep the lower
-    id."""
+    u_R: Float[Tensor, "R"],
+) -> Int[Tensor, "R"]:
+    """For each of `rows`, inverse CDF over the kept part of the distribution, likeliest first. Ties
+    keep the lower id."""
     parts: list[Tensor] = []
-    for x_BV, t_B, u_B, *kept in _blocks(x_SV, temperature_S, u_S, *filters):
-        parts.append(_filtered(_probabilities(x_BV + never_V, t_B), u_B, *kept))
+    for rows_B, t_B, u_B, *kept in _blocks(rows_R, temperature_R, u_R, *filters):
+        parts.append(_filtered(_probabilities(x_SV[rows_B] + never_V, t_B), u_B, *kept))
     return torch.cat(parts)
 
 
