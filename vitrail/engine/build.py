@@ -6,6 +6,7 @@ after it."""
 # pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false
 # pyright: reportUnknownVariableType=false
 
+import dataclasses
 import logging
 import time
 from collections.abc import Sequence
@@ -415,12 +416,16 @@ def _scheduler(config: EngineConfig, sizes: _Sizes, row_bytes: int) -> Scheduler
 
 def _capture(parts: GraphParts, config: EngineConfig, door: Door) -> DecodeGraphs | None:
     """The decode graphs. Raises `Refused` where one cannot be captured, or where all of them take
-    more than was planned."""
+    more than was planned. Attention that cannot be captured is refused where graphs were asked for,
+    else a warning."""
     sizes = _graph_sizes(config, door.device)
     if not sizes:
         return None
     if found := graph_findings(p for p in parts.plans if p.shape.phase is Phase.DECODE):
-        raise Refused(found)
+        if config.cuda_graphs is not None:
+            raise Refused(found)
+        log.warning("%s", dataclasses.replace(found[0], severity="warning"))
+        return None
     torch.cuda.empty_cache()
     before, began = torch.cuda.mem_get_info(door.device)[0], time.perf_counter()
     graphs = DecodeGraphs(parts, sizes, door)
