@@ -115,17 +115,22 @@ def launches_without_waiting(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_batches_of_every_kind_launch_without_waiting_and_give_the_same_tokens(
     cuda_graphs: int | None, monkeypatch: pytest.MonkeyPatch
 ):
-    """Greedy rows in fp32 give what a CPU gives; drawn ones what they give alone, from the same
-    kernels. Eleven requests end one by one, so graphs are padded."""
+    """Greedy rows in fp32 give what a CPU gives. Eleven requests end one by one, so graphs are
+    padded."""
     monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)
     torch.use_deterministic_algorithms(False)
     prompts = [{"prompt_token_ids": list(range(1, 12 + 3 * i))} for i in range(11)]
-    kinds = ({"temperature": 0}, {"temperature": 0.8}, {"top_p": 0.9}, {"repetition_penalty": 1.2})
+    kinds: tuple[dict[str, Any], ...] = (
+        {"temperature": 0},
+        {"temperature": 0.8},
+        {"top_p": 0.9},
+        {"temperature": 0, "repetition_penalty": 1.2},
+    )
     params = [
         SamplingParams(max_tokens=5 + 2 * i, seed=i, ignore_eos=True, **kinds[i % 4])
         for i in range(11)
     ]
-    choices = {"dtype": "float32", "kv_cache_bytes": 16 << 20, "max_running": 16}
+    choices: dict[str, Any] = {"dtype": "float32", "kv_cache_bytes": 16 << 20, "max_running": 16}
     on_cpu = LLM(GOLDEN / "ckpt", device="cpu", **choices).generate(prompts, params)
     llm = LLM(GOLDEN / "ckpt", device="cuda", cuda_graphs=cuda_graphs, **choices)
     llm.generate(prompts, params)  # whatever is made at a first call
