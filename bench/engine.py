@@ -38,6 +38,7 @@ from vitrail.engine.runner import Runner
 
 WARM, OUTPUT, CONTEXT, RUNS = 16, 128, 1024, 3
 PROFILED_STEPS = 12
+LONG_GAP_US = 4  # between kernels of one stream there are one or two
 # A kernel belongs to the first group one of whose words its name has.
 GROUPS = (
     ("copies", ("memcpy", "memset")),
@@ -148,7 +149,10 @@ def profiled(found: list[Event]) -> Iterator[None]:
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
         yield
         synchronize()
-    for e in profiler.profiler.kineto_results.events():
+    assert profiler.profiler is not None
+    results = profiler.profiler.kineto_results
+    assert results is not None
+    for e in results.events():
         if str(e.device_type()).endswith("CUDA") and e.duration_ns() > 0:
             start = e.start_ns() / 1e3
             found.append(Event(e.name(), start, start + e.duration_ns() / 1e3))
@@ -164,28 +168,29 @@ def group_of(name: str) -> str:
 
 
 def show_profile(title: str, events: list[Event], steps: int, top: int) -> None:
-    """Time a step by group and by kernel, and the share in which the GPU had nothing to do."""
+    """Time a step by group and by kernel, and the share in which the GPU had nothing to do. What
+    runs beside others counts from where they end."""
     if not events:
         print(f"{title}: the profiler saw no kernel")
         return
-    busy, reached, gaps = 0.0, events[0].start, []
-    for e in events:
-        busy += max(0.0, e.end - max(e.start, reached))
-        if e.start > reached:
-            gaps.append(e.start - reached)
-        reached = max(reached, e.end)
-    span = reached - events[0].start
-    long = [g for g in gaps if g > 4]
-    print(
-        f"{title}: {span / steps:.0f} us a step, {len(events) / steps:.0f} kernels, idle "
-        f"{100 * (1 - busy / span):.1f} %, of which gaps over 4 us {100 * sum(long) / span:.1f} % "
-        f"({len(long) / steps:.1f} a step, longest {max(gaps, default=0.0):.0f} us)"
-    )
+    reached, gaps = events[0].start, []
     groups: dict[str, float] = defaultdict(float)
     kernels: dict[str, list[float]] = defaultdict(list)
     for e in events:
-        groups[group_of(e.name)] += e.end - e.start
-        kernels[e.name].append(e.end - e.start)
+        added = max(0.0, e.end - max(e.start, reached))
+        groups[group_of(e.name)] += added
+        kernels[e.name].append(added)
+        if e.start > reached:
+            gaps.append(e.start - reached)
+        reached = max(reached, e.end)
+    span, busy = reached - events[0].start, sum(groups.values())
+    long = [g for g in gaps if g > LONG_GAP_US]
+    print(
+        f"{title}: {span / steps:.0f} us a step, {len(events) / steps:.0f} kernels, idle "
+        f"{100 * (1 - busy / span):.1f} %, of which gaps over {LONG_GAP_US} us "
+        f"{100 * sum(long) / span:.1f} % ({len(long) / steps:.1f} a step, longest "
+        f"{max(gaps, default=0.0):.0f} us)"
+    )
     line = sorted(groups.items(), key=lambda pair: -pair[1])
     print("   ", ", ".join(f"{name} {t / steps:.0f}" for name, t in line), "us")
     for name, times in sorted(kernels.items(), key=lambda pair: -sum(pair[1]))[:top]:
@@ -228,27 +233,28 @@ def agreement(a: Ran, b: Ran) -> tuple[float, float]:
 
 
 def check(engine: Engine, shape: Shape, batches: list[int]) -> None:
-    """The same tokens again, and step by step; then batched against alone, where bf16 rounds
-    otherwise."""
+    """The same tokens again, step by step and kernel by kernel; then batched against alone, where
+    bf16 rounds otherwise. A first run computes the whole prompts, the others find them cached."""
     for batch in batches:
         asked = lambda n=batch: requests(shape, n, 100, 24, 3)  # noqa: E731
-        first = run(engine, asked())
-        again = run(engine, asked())
+        cold, first = run(engine, asked()), run(engine, asked())
         behind = Engine(engine.scheduler, engine_runner(engine), step_ahead=False)
-        slow = run(behind, asked())
-        print(
-            f"check, batch {batch}: equal tokens again {agreement(first, again)}, "
-            f"step by step {agreement(first, slow)}",
-            end="",
-        )
+        found = {
+            "cold": agreement(first, cold),
+            "again": agreement(first, run(engine, asked())),
+            "step by step": agreement(first, run(behind, asked())),
+        }
         if (eager := eager_engine(engine)) is not None:
-            print(f", eager {agreement(first, run(eager, asked()))}", end="")
-        alone = {}
-        for i, request in enumerate(asked()[:4]):
-            (tokens,) = run(engine, [request]).tokens.values()
-            alone[i] = tokens
-        four = dict(enumerate(list(first.tokens.values())[:4]))
-        print(f", four alone {agreement(Ran(0, four), Ran(0, alone))}")
+            found["without graphs"] = agreement(first, run(eager, asked()))
+        alone = [run(engine, [r]) for r in asked()[:4]]
+        four = Ran(0, dict(list(first.tokens.items())[:4]))
+        found["four alone"] = agreement(
+            four, Ran(0, {k: v for a in alone for k, v in a.tokens.items()})
+        )
+        print(
+            f"check, batch {batch}: shares of equal tokens, and of requests equal to the last: "
+            + ", ".join(f"{name} {a:.3f} {b:.3f}" for name, (a, b) in found.items())
+        )
 
 
 def engine_runner(engine: Engine) -> Runner:
