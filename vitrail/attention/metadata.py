@@ -16,6 +16,7 @@ from jaxtyping import Int, Shaped
 from torch import Tensor
 
 from vitrail.attention.plan import AttentionPlan
+from vitrail.attention.records import Lengths
 from vitrail.config.finding import Finding, Refused
 
 # Keys that a layer expands at once (expanded MLA prefill): bounds its workspace.
@@ -137,6 +138,14 @@ class PagedMetadata:
         return max(self.kv_lens, default=0)
 
 
+def lengths_of(meta: VarlenMetadata | PagedMetadata) -> Lengths:
+    """What the host knows of it."""
+    if isinstance(meta, VarlenMetadata):
+        return Lengths(meta.q_lens, meta.kv_lens, meta.q_starts, False)
+    starts = tuple(kv - q for q, kv in zip(meta.q_lens, meta.kv_lens, strict=True))
+    return Lengths(meta.q_lens, meta.kv_lens, starts, True)
+
+
 def varlen_metadata(
     q_lens: Sequence[int],
     device: torch.device,
@@ -185,15 +194,13 @@ def prefix_sums(lengths: Sequence[int], device: torch.device) -> Int[Tensor, "B1
 
 
 class ChunkCut(NamedTuple):
-    """A `KvChunk` on the host: packed keys [start, stop), and the lengths of its `meta`."""
+    """A `KvChunk` on the host: packed keys [start, stop), queries, and what its `meta` is of."""
 
     start: int
     stop: int
     q_start: int
     q_stop: int
-    q_lens: tuple[int, ...]
-    kv_lens: tuple[int, ...]
-    q_starts: tuple[int, ...]
+    lengths: Lengths
 
 
 def cut_chunks(
@@ -209,20 +216,15 @@ def cut_chunks(
         touched = range(bisect_right(edges, start) - 1, bisect_left(edges, stop))
         begins = [max(start, edges[i]) for i in touched]
         ends = [min(stop, edges[i + 1]) for i in touched]
-        cuts.append(
-            ChunkCut(
-                start=start,
-                stop=stop,
-                q_start=rows[touched.start],
-                q_stop=rows[touched.stop],
-                q_lens=tuple(q_lens[i] for i in touched),
-                kv_lens=tuple(end - begin for begin, end in zip(begins, ends, strict=True)),
-                q_starts=tuple(
-                    edges[i + 1] - q_lens[i] - begin
-                    for i, begin in zip(touched, begins, strict=True)
-                ),
-            )
+        lengths = Lengths(
+            q_lens=tuple(q_lens[i] for i in touched),
+            kv_lens=tuple(end - begin for begin, end in zip(begins, ends, strict=True)),
+            q_starts=tuple(
+                edges[i + 1] - q_lens[i] - begin for i, begin in zip(touched, begins, strict=True)
+            ),
+            paged=False,
         )
+        cuts.append(ChunkCut(start, stop, rows[touched.start], rows[touched.stop], lengths))
     return cuts
 
 
@@ -241,7 +243,11 @@ def place_chunks(
             q_start=c.q_start,
             q_stop=c.q_stop,
             meta=VarlenMetadata(
-                q_lens=c.q_lens, kv_lens=c.kv_lens, q_starts=c.q_starts, cu_q=cu_q, cu_kv=cu_kv
+                q_lens=c.lengths.q_lens,
+                kv_lens=c.lengths.kv_lens,
+                q_starts=c.lengths.q_starts,
+                cu_q=cu_q,
+                cu_kv=cu_kv,
             ),
         )
         for c, (cu_q, cu_kv) in zip(cuts, sums, strict=True)
@@ -253,7 +259,8 @@ def with_chunks(meta: PagedMetadata, max_tokens: int = CHUNK_TOKENS) -> PagedMet
     """`meta` with its packed keys cut every `max_tokens`, for whoever has no parcel to send their
     lengths by."""
     device, cuts = meta.block_table.device, cut_chunks(meta.q_lens, meta.kv_lens, max_tokens)
-    sums = [(prefix_sums(c.q_lens, device), prefix_sums(c.kv_lens, device)) for c in cuts]
+    lengths = [c.lengths for c in cuts]
+    sums = [(prefix_sums(n.q_lens, device), prefix_sums(n.kv_lens, device)) for n in lengths]
     return place_chunks(meta, cuts, prefix_sums(meta.kv_lens, device), sums)
 
 

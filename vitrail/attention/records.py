@@ -28,6 +28,16 @@ TILE_SPLITS = 16
 COMBINE_SPLITS = 32
 
 
+class Lengths(NamedTuple):
+    """A batch as the host knows it. `q_starts[i]`: the position of sequence i's first query
+    among its keys; `paged`: keys in pages."""
+
+    q_lens: tuple[int, ...]
+    kv_lens: tuple[int, ...]
+    q_starts: tuple[int, ...]
+    paged: bool
+
+
 class Records(NamedTuple):
     """`items` int32 [I, 9], longest first; `combines` int32 [C, 5]; `slots`: partial results."""
 
@@ -88,6 +98,15 @@ def make_records(
     items = items[np.argsort(items[:, 5] - items[:, 6], kind="stable")]
     combines = np.stack([firsts[seq], row, rows, slot, pieces], axis=1)[split]
     return Records(items.astype(np.int32), combines.astype(np.int32), int((pieces * split).sum()))
+
+
+def records_of(plan: AttentionPlan, lengths: Lengths) -> Records:
+    """Of a batch whose sequences are the rows of a block table, or whose keys are packed."""
+    q_lens, kv_lens, starts = (np.asarray(x, np.int64).reshape(-1) for x in lengths[:3])
+    if lengths.paged and plan.shape.max_q_len == 1 and q_lens.all():
+        return decode_records(plan, kv_lens, np.arange(len(kv_lens)))
+    bases = np.arange(len(kv_lens)) if lengths.paged else np.cumsum(kv_lens) - kv_lens
+    return make_records(plan, q_lens, kv_lens, starts, bases)
 
 
 def decode_records(plan: AttentionPlan, kv_lens: Ints, kv_bases: Ints) -> Records:

@@ -18,15 +18,16 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from vitrail.attention.backend import Sent, load_backend
 from vitrail.attention.metadata import (
     ChunkCut,
     PagedMetadata,
-    Work,
+    VarlenMetadata,
     cut_chunks,
     place_chunks,
 )
 from vitrail.attention.plan import AttentionPlan, PlanTable
-from vitrail.attention.records import RECORDED, decode_records, make_records
+from vitrail.attention.records import Lengths
 from vitrail.attention.shape import AttentionSite, Phase
 from vitrail.cache.kv_pool import KvPool
 from vitrail.engine.parcel import Parcel, Received
@@ -88,10 +89,25 @@ class Packed:
     decode: "_Phase | None"
 
 
+class _Work(NamedTuple):
+    """Of a plan, on its way: tickets, and what makes it of them."""
+
+    plan: AttentionPlan
+    sent: Sent
+    tickets: tuple[int, ...]
+
+
+class _Chunk(NamedTuple):
+    """A piece of the keys on its way: prefix sums, int32 [2, B + 1]."""
+
+    cut: ChunkCut
+    sums: int
+    work: tuple[_Work, ...]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Phase:
-    """A phase's sequences on their way. `work`: items and combines of a plan, and its slots.
-    `edges`, `sums`: of `cuts`."""
+    """A phase's sequences on their way; `edges`: prefix sums of the keys, where they are cut."""
 
     q_lens: tuple[int, ...]
     kv_lens: tuple[int, ...]
@@ -99,10 +115,9 @@ class _Phase:
     slots: int
     cu_q: int
     kv: int
-    work: tuple[tuple[AttentionPlan, int, int, int], ...]
-    cuts: tuple[ChunkCut, ...]
+    work: tuple[_Work, ...]
+    chunks: tuple[_Chunk, ...]
     edges: int
-    sums: tuple[int, ...]
 
 
 class BatchBuilder:
@@ -201,15 +216,14 @@ class BatchBuilder:
         kv_lens = rows.starts + rows.lengths
         longest = int(kv_lens.max())
         q_lens, keys = tuple(rows.lengths.tolist()), tuple(kv_lens.tolist())
-        work: list[tuple[AttentionPlan, int, int, int]] = []
-        expanded = False
-        for site, of in self._sites:
-            expanded |= of is Phase.PREFILL
-            if of is phase:
-                made = plans.select(site, of, len(keys), longest)
-                if made.backend in RECORDED:
-                    work.append(_pack_work(made, rows, kv_lens, sent))
-        cuts = cut_chunks(q_lens, keys) if expanded and phase is Phase.EXTEND else []
+        lengths = Lengths(q_lens, keys, tuple(rows.starts.tolist()), True)
+
+        def select(of: Phase) -> list[AttentionPlan]:
+            sites = (site for site, each in self._sites if each is of)
+            return [plans.select(site, of, len(keys), longest) for site in sites]
+
+        expanded = select(Phase.PREFILL) if phase is Phase.EXTEND else []
+        cuts = cut_chunks(q_lens, keys) if expanded else []
         return _Phase(
             q_lens=q_lens,
             kv_lens=keys,
@@ -217,12 +231,9 @@ class BatchBuilder:
             slots=sent.add(rows.slots),
             cu_q=sent.add(_prefix_sums(q_lens)),
             kv=sent.add(kv_lens.astype(np.int32)),
-            work=tuple(work),
-            cuts=tuple(cuts),
+            work=_pack_work(select(phase), lengths, sent),
+            chunks=tuple(_pack_chunk(c, expanded, sent) for c in cuts),
             edges=sent.add(_prefix_sums(keys)) if cuts else -1,
-            sums=tuple(
-                sent.add(np.stack([_prefix_sums(c.q_lens), _prefix_sums(c.kv_lens)])) for c in cuts
-            ),
         )
 
     def _unpack(self, phase: _Phase | None, got: Received) -> PagedMetadata | None:
@@ -236,25 +247,35 @@ class BatchBuilder:
             kv_lens_dev=got(phase.kv),
             block_table=self.table[:, : phase.num_pages].index_select(0, got(phase.slots)),
         )
-        if phase.cuts:
-            sums = [(pair[0], pair[1]) for pair in map(got, phase.sums)]
-            meta = place_chunks(meta, phase.cuts, got(phase.edges), sums)
-        for made, items, combines, slots in phase.work:
-            work = Work(items=got(items), combines=got(combines), slots=slots)
-            meta.work.put(made, work)
+        if phase.chunks:
+            sums = [(pair[0], pair[1]) for pair in (got(c.sums) for c in phase.chunks)]
+            meta = place_chunks(meta, [c.cut for c in phase.chunks], got(phase.edges), sums)
+            for sent, placed in zip(phase.chunks, meta.chunks, strict=True):
+                _place_work(sent.work, placed.meta, got)
+        _place_work(phase.work, meta, got)
         return meta
 
 
-def _pack_work(
-    made: AttentionPlan, rows: Rows, kv_lens: np.ndarray, sent: Parcel
-) -> tuple[AttentionPlan, int, int, int]:
-    bases = np.arange(len(kv_lens))
-    records = (
-        decode_records(made, kv_lens, bases)
-        if made.shape.max_q_len == 1
-        else make_records(made, rows.lengths, kv_lens, rows.starts, bases)
+def _pack_work(plans: list[AttentionPlan], lengths: Lengths, sent: Parcel) -> tuple[_Work, ...]:
+    packed = [(plan, load_backend(plan.backend).pack(plan, lengths)) for plan in plans]
+    return tuple(
+        _Work(plan, work, tuple(sent.add(a) for a in work.arrays))
+        for plan, work in packed
+        if work is not None
     )
-    return made, sent.add(records.items), sent.add(records.combines), records.slots
+
+
+def _pack_chunk(piece: ChunkCut, plans: list[AttentionPlan], sent: Parcel) -> _Chunk:
+    lengths = piece.lengths
+    sums = np.stack([_prefix_sums(lengths.q_lens), _prefix_sums(lengths.kv_lens)])
+    return _Chunk(piece, sent.add(sums), _pack_work(plans, lengths, sent))
+
+
+def _place_work(
+    packed: tuple[_Work, ...], meta: PagedMetadata | VarlenMetadata, got: Received
+) -> None:
+    for plan, sent, tickets in packed:
+        meta.work.put(plan, sent.place(meta, [got(ticket) for ticket in tickets]))
 
 
 def _prefix_sums(lengths: Sequence[int]) -> np.ndarray:
