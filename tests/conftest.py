@@ -12,7 +12,7 @@ install_import_hook(
         "vitrail.ops.dispatch",
         *(
             f"vitrail.ops.{op}.naive"
-            for op in ("activation", "linear", "mla", "moe", "norm", "rope")
+            for op in ("activation", "linear", "mla", "moe", "norm", "rope", "sampling")
         ),
         "vitrail.ops.moe.grouped",
         "vitrail.layers",

@@ -35,6 +35,7 @@ ENGINE = {
     "--step-ahead",
     "--video-frames",
     "--no-step-ahead",
+    "--cuda-graphs",
     "--attention",
     "--max-images",
     "--max-image-pixels",

@@ -99,9 +99,10 @@ def mla_sites(text: TextConfig, forms: MlaForms) -> tuple[tuple[AttentionSite, P
 
 
 def mla_context(ctx: ForwardContext, forms: MlaForms) -> ForwardContext:
-    """`ctx` with the pieces that expanding layers attend by: made once for all layers of a step."""
+    """`ctx` with the pieces that expanding layers attend by, made once for all layers of a step
+    where whoever laid it out did not."""
     prefill, decode = ctx.prefill, ctx.decode
-    if prefill is not None and forms.prefill == "expanded":
+    if prefill is not None and forms.prefill == "expanded" and not prefill.chunks:
         prefill = with_chunks(prefill)
     if decode is not None and forms.decode == "expanded":
         decode = with_chunks(decode)

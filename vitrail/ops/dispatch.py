@@ -14,6 +14,7 @@ import vitrail.ops.linear.naive as naive_linear
 import vitrail.ops.mla.naive as naive_mla
 import vitrail.ops.norm.naive as naive_norm
 import vitrail.ops.rope.naive as naive_rope
+import vitrail.ops.sampling.naive as naive_sampling
 from vitrail.config.hardware import Hardware, from_device
 from vitrail.config.model import RopeScaling
 from vitrail.ops.moe.grouped import segmented_experts
@@ -70,6 +71,7 @@ def gpu_of(device: torch.device) -> Hardware:
     return from_device(
         found.name, found.major * 10 + found.minor, found.multi_processor_count, found.total_memory
     )
+
 
 class NormOps(NamedTuple):
     rms_norm: Callable[[Tensor, Tensor, float], Tensor]
@@ -145,3 +147,18 @@ def select_rope_table(device: torch.device) -> RopeTable:
     from vitrail.ops.rope import triton
 
     return triton.rope_table
+
+
+class SamplingOps(NamedTuple):
+    best_tokens: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+    draw_plain: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
+@cache
+def select_sampling(device: torch.device) -> SamplingOps:
+    """Ours in Triton on a GPU, else the definitions."""
+    if device.type != "cuda":
+        return SamplingOps(naive_sampling.best_tokens, naive_sampling.draw_plain)
+    from vitrail.ops.sampling import triton
+
+    return SamplingOps(triton.best_tokens, triton.draw_plain)
