@@ -1,4 +1,4 @@
-"""The command line: `vitrail serve | generate | chat`. Flags of the engine are generated from
+"""The command line: `vitrail serve | generate | chat | bench`. Flags of the engine are generated from
 `EngineConfig`; `tests/test_cli.py` freezes the list. Heavy rooms are imported by the command that
 needs them, so that `--help` and bad flags answer at once."""
 
@@ -11,6 +11,7 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, get_args, get_origin
 
+from vitrail.bench.flags import EngineChoices, add_bench
 from vitrail.config.engine import EngineConfig
 from vitrail.config.env import read_env
 from vitrail.config.finding import Refused
@@ -60,6 +61,8 @@ def parser() -> argparse.ArgumentParser:
         command.add_argument("--temperature", type=float, default=0.0, help="0: greedy")
     for command in (serve, generate, chat):
         add_engine_flags(command)
+    bench = commands.add_parser("bench", help="measure a server, an engine, a vision tower")
+    add_bench(bench, EngineChoices(add=add_engine_flags, read=engine_config))
     return top
 
 
