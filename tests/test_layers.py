@@ -16,6 +16,7 @@ TORCH_FREE = (
     "vitrail.cli",
     "vitrail.server.app",
     *(f"vitrail.models.{m}" for m in ("gguf", "reading", "registry")),
+    *(f"vitrail.bench.{m}" for m in ("flags", "serve", "workload")),
     "vitrail.models.kimi_vl.processor",
     "vitrail.models.nvila.processor",
     *(f"vitrail.vision.{m}" for m in ("image", "preprocess", "placeholders", "video")),

@@ -216,7 +216,8 @@ async def ask(target: Target, call: Call, due: float) -> Record:
     except TimeoutError:
         stream.failure = f"no end within {target.timeout_s:g} s"
     except (OSError, HttpFailed) as error:
-        stream.failure = f"{error}" if record.began else f"no connection: {error}"
+        broken = f"{error}" if record.began else f"no connection: {error}"
+        stream.failure = stream.failure or broken  # what the server said explains more
     finally:
         if exchange is not None:
             exchange.close()

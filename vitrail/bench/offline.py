@@ -1,5 +1,6 @@
 """`vitrail bench offline`: the same requests through `vitrail.LLM` in this process, prepared in
-threads as a server prepares them. Times are those of the engine's own outputs, one a token."""
+threads as a server prepares them. A request's clock starts when it is due, whatever this thread,
+the engine's, is doing then; its times are those of the engine's own outputs, one a token."""
 
 import time
 from collections import deque
@@ -97,6 +98,8 @@ class Drive:
     def __init__(self, llm: LLM, items: Sequence[Item], arrivals: Arrivals, times: Sequence[float]):
         self._llm = llm
         self._items = items
+        # pictures are drawn before the run: a client has them
+        self._prompts = [prompt_of(llm, item) for item in items]
         self._arrivals = arrivals
         self._times = times
         self._records = [Record(due=0.0, wanted=item.max_tokens) for item in items]
@@ -142,12 +145,10 @@ class Drive:
             yield self._sent - 1, due
 
     def _send(self, pool: ThreadPoolExecutor, index: int, due: float) -> None:
-        """Pictures are drawn before the clock starts: a client has them."""
-        item, record = self._items[index], self._records[index]
-        prompt = prompt_of(self._llm, item)
+        item, record, prompt = self._items[index], self._records[index], self._prompts[index]
         params = SamplingParams(max_tokens=item.max_tokens, temperature=0, ignore_eos=True)
-        record.due, record.began = due, time.perf_counter()
-        name = f"bench-{index}-{record.began}"
+        record.due = record.began = due
+        name = f"bench-{index}-{due}"
 
         def prepare() -> list[EngineRequest]:
             return self._llm.preparer.requests(self._llm.prepare(prompt), params, name)

@@ -132,7 +132,7 @@ def _side_lines(runs: Sequence[Figures]) -> list[str]:
         f"  {ok} of {sum(f.requests for f in runs)} requests succeeded; "
         f"{sum(f.prompt_tokens for f in runs)} prompt tokens, "
         f"{sum(f.output_tokens for f in runs)} output tokens in {sum(f.pieces for f in runs)} "
-        f"pieces; client {max((f.client_cpu for f in runs), default=0.0):.2f} of a core"
+        f"pieces; this process used {max((f.client_cpu for f in runs), default=0.0):.2f} of a core"
     )
     lines.append(f"  {_cache_line(runs)}")
     reasons: dict[str, int] = {}

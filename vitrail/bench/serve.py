@@ -108,14 +108,18 @@ async def _target(asked: Asked, url: str) -> Target:
 
 
 async def measure(targets: Sequence[Target], work: Work) -> list[list[Run]]:
-    """Each target's runs. Two targets take turns, and both get the same requests in a turn."""
+    """Each target's runs. Two targets take turns, and both get the same requests in a turn; but one
+    server against itself, which shows the noise, gets others for its second side: it would know
+    the first's."""
     found: list[list[Run]] = [[] for _ in targets]
-    for pair in range(work.warm_up):
-        for target in targets:
-            await _run(target, work, pair)
-    order = turns(work.runs) if len(targets) == 2 else [(0, pair) for pair in range(work.runs)]
+    total = work.warm_up + work.runs
+    is_same = len(targets) == 2 and targets[0].where == targets[1].where
+    order = turns(total) if len(targets) == 2 else [(0, pair) for pair in range(total)]
     for server, pair in order:
-        found[server].append(await _run(targets[server], work, work.warm_up + pair))
+        index = pair + total * server * is_same
+        run = await _run(targets[server], work, index)
+        if pair >= work.warm_up:
+            found[server].append(run)
     return found
 
 
