@@ -1,6 +1,6 @@
-"""The command line: `vitrail serve | generate | chat | bench`. Flags of the engine are generated from
-`EngineConfig`; `tests/test_cli.py` freezes the list. Heavy rooms are imported by the command that
-needs them, so that `--help` and bad flags answer at once."""
+"""The command line: `vitrail serve | generate | chat | bench`. Flags of the engine are generated
+from `EngineConfig`; `tests/test_cli.py` freezes the list. Heavy rooms are imported by the command
+that needs them, so that `--help` and bad flags answer at once."""
 
 import argparse
 import logging

@@ -44,7 +44,8 @@ def test_a_server_against_itself(tmp_path: Path, capsys: pytest.CaptureFixture[s
             assert run["hits"] == run["cached_tokens"] == 4 * 64, "the warm-up left the prefix"
             assert run["queries"] >= run["hits"]
     assert len(made["verdicts"]) == 8
-    assert len(ElementTree.parse(plot).getroot().findall(f"{SVG}path[@stroke-width]")) == 6
+    curves = ElementTree.parse(plot).getroot().findall(f"{SVG}path[@stroke-width]")
+    assert len(curves) >= 4, "of both sides; times a token need an answer in several pieces"
     said = capsys.readouterr().out
     assert "B against A" in said
     assert "Poisson, 50 a second" in said
@@ -120,11 +121,19 @@ def test_a_plot_rises_from_none_to_all():
 
 def test_doubtful_figures_are_told():
     late = Record(due=0.0, began=0.5, arrivals=[0.6], ended=0.7, num_output=1, wanted=3)
-    late.counted = False
+    late.counted, late.num_output = False, 3
+    late.wanted = 4
     bad = Record(due=0.0, began=0.5, ended=0.6, failure="status 503")
     run = figures([late, bad], 0.95)
     said = warnings_of([Side(name="A", address="", model="", runs=[run])])
-    for word in ("0.95 of a core", "500 ms late", "pieces are counted", "shorter", "1 of 2"):
+    for word in (
+        "0.95 of a core",
+        "500 ms late",
+        "pieces are counted",
+        "shorter",
+        "1 of 2",
+        "3 tokens came in 1",
+    ):
         assert any(word in text for text in said), word
     fine = Record(due=0.0, began=0.001, arrivals=[0.6], ended=0.7, num_output=1, wanted=1)
     run = figures([fine], 0.1)

@@ -73,16 +73,18 @@ def test_a_chats_role_is_no_token():
 
 def test_every_failure_has_its_reason_and_half_errors_are_half():
     kinds = {0: "500", 2: "cut", 4: "error", 6: "hang"}
-    reasons = ("status 500", "the connection was lost", "no memory", "no end within 0.5 s")
+    reasons = ("status 500", "a broken connection", "an error in the stream", "no end within 0.5 s")
+    details = ("broken", "the connection was lost", "no memory", "")
 
     async def go() -> None:
         async with running(Fake(fail=kinds)) as fake:
             to = target(fake, timeout_s=0.5)
             records = await load(to, calls(to, SHORT.items(0, 0, 8)), Closed(concurrency=1), [])
         found = figures(records, 0.0)
-        assert sum(found.failures.values()) == 4
-        for number, reason in zip(kinds, reasons, strict=True):
-            assert reason in str(records[number].failure)
+        assert found.failures == dict.fromkeys(reasons, 1)
+        for number, reason, detail in zip(kinds, reasons, details, strict=True):
+            assert records[number].failure == reason
+            assert detail in found.examples[reason]
         assert found.first.count == found.whole.count == 4
         assert found.output_tokens == 12
 

@@ -18,7 +18,7 @@ from vitrail.bench.workload import Arrivals, Closed, Item, Noise, conversation
 from vitrail.config.finding import Finding, Refused
 
 MAX_BODIES_BYTES = 16 << 30  # of a run's requests, which are made before it begins
-MAX_ERROR_CHARS = 120
+MAX_ERROR_CHARS = 300
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,7 +152,7 @@ class _Stream:
         self._usage: _Usage | None = None
         self._finished_at = 0.0
         self._is_done = False
-        self.failure: str | None = None
+        self.failure: tuple[str, str] | None = None  # kind, detail
         self.raw = b""  # of a response that is no stream, its beginning
 
     def feed(self, data: bytes, now: float) -> None:
@@ -171,10 +171,10 @@ class _Stream:
         try:
             chunk = self._decode(payload)
         except msgspec.DecodeError:
-            self.failure = "an event that is not a chunk"
+            self.failure = ("an event that is no chunk", payload.decode(errors="replace"))
             return
         if chunk.error is not None:
-            self.failure = f"error in the stream: {chunk.error}"[:MAX_ERROR_CHARS]
+            self.failure = ("an error in the stream", str(chunk.error))
         if chunk.usage is not None:
             self._usage = chunk.usage
         for choice in chunk.choices:
@@ -187,7 +187,7 @@ class _Stream:
         """Settle the record after the last byte."""
         record = self._record
         if self.failure is None and not (self._is_done and self._finished_at):
-            self.failure = "a stream that ended early"
+            self.failure = ("a stream that ended early", "")
         if not record.arrivals and self._finished_at:
             record.arrivals.append(self._finished_at)
         if self._usage is None:
@@ -212,11 +212,11 @@ async def ask(target: Target, call: Call, due: float) -> Record:
             exchange.send(call.data)
             await exchange.done
         if exchange.status != 200:
-            stream.failure = f"status {exchange.status}: {stream.raw.decode(errors='replace')}"
+            stream.failure = (f"status {exchange.status}", stream.raw.decode(errors="replace"))
     except TimeoutError:
-        stream.failure = f"no end within {target.timeout_s:g} s"
+        stream.failure = (f"no end within {target.timeout_s:g} s", "")
     except (OSError, HttpFailed) as error:
-        broken = f"{error}" if record.began else f"no connection: {error}"
+        broken = ("a broken connection" if record.began else "no connection", str(error))
         stream.failure = stream.failure or broken  # what the server said explains more
     finally:
         if exchange is not None:
@@ -224,7 +224,8 @@ async def ask(target: Target, call: Call, due: float) -> Record:
     record.ended = time.perf_counter()
     stream.close()
     if stream.failure is not None:
-        record.failure = " ".join(stream.failure[:MAX_ERROR_CHARS].split())
+        record.failure = stream.failure[0]
+        record.detail = " ".join(stream.failure[1].split())[:MAX_ERROR_CHARS]
     return record
 
 

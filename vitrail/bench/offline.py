@@ -168,7 +168,7 @@ class Drive:
             if error is None:
                 self._ready += [(index, request) for request in future.result()]
             elif isinstance(error, Refused):
-                self._fail(index, str(error.findings[0]))
+                self._fail(index, error)
             else:
                 raise error
 
@@ -179,7 +179,7 @@ class Drive:
             try:
                 engine.add(request)
             except Refused as refused:
-                self._fail(index, str(refused.findings[0]))
+                self._fail(index, refused)
             else:
                 self._live[request.id] = index
                 self._records[index].num_prompt = len(request.prompt_token_ids)
@@ -194,12 +194,13 @@ class Drive:
         if output.finish_reason is not None:
             record.ended = now
             if output.finish_reason is FinishReason.ERROR:
-                record.failure = str(output.error)
+                record.failure, record.detail = "an error of the engine", str(output.error)
             del self._live[output.request_id]
 
-    def _fail(self, index: int, why: str) -> None:
-        record = self._records[index]
-        record.failure, record.ended = why, time.perf_counter()
+    def _fail(self, index: int, refused: Refused) -> None:
+        record, finding = self._records[index], refused.findings[0]
+        record.failure, record.detail = f"refused: {finding.code}", str(finding)
+        record.ended = time.perf_counter()
 
 
 def prompt_of(llm: LLM, item: Item) -> AnyPrompt:

@@ -14,8 +14,8 @@ class Record:
     """One request's moments, in seconds of one clock. `due`: when it should have been sent;
     `began`: when it was (a client that is late shows here, not in the server's times). `arrivals`:
     when each piece of the answer came; the first is the first token. `num_output` is the server's
-    own count, or the number of pieces where it gives none (`counted` false). `failure`: why it is
-    in no figure."""
+    own count, or the number of pieces where it gives none (`counted` false). `failure`: what kind
+    of failure keeps it out of every figure; `detail`: what was said of it."""
 
     due: float
     began: float = 0.0
@@ -27,6 +27,7 @@ class Record:
     wanted: int = 0
     counted: bool = True
     failure: str | None = None
+    detail: str = ""
 
     @property
     def first(self) -> float:
@@ -66,10 +67,12 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
     what succeeded alone. `pieces`: in which the output tokens came. `cached_tokens`: prompt tokens
     that answers said were cached; `hits` of `queries`: the same by the server's counters, where it
     has them. `late`: from due to sent. `short`: answers with fewer tokens than asked for.
-    `client_cpu`: cores that the client itself used."""
+    `examples`: of each kind of failure, what the first one said. `client_cpu`: cores that the
+    client itself used."""
 
     requests: int
     failures: dict[str, int]
+    examples: dict[str, str]
     short: int
     seconds: float
     first: Spread
@@ -104,7 +107,8 @@ def figures(
 ) -> Figures:
     """A run's figures. `cache`: (hits, queries) that the server's counters grew by."""
     good = [r for r in records if r.failure is None]
-    reasons = Counter(r.failure for r in records if r.failure is not None)
+    bad = [(r.failure, r.detail) for r in records if r.failure is not None]
+    kinds = Counter(kind for kind, _ in bad)
     begun = [r.began for r in records if r.began]
     seconds = max((r.ended for r in records), default=0.0) - min(begun, default=0.0)
     output, prompt = sum(r.num_output for r in good), sum(r.num_prompt for r in good)
@@ -114,7 +118,8 @@ def figures(
 
     return Figures(
         requests=len(records),
-        failures=dict(reasons.most_common()),
+        failures=dict(kinds.most_common()),
+        examples=dict(reversed(bad)),
         short=sum(r.num_output < r.wanted for r in good),
         seconds=seconds,
         first=spread([r.first for r in good]),

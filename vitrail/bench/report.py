@@ -86,6 +86,12 @@ def warnings_of(sides: Sequence[Side]) -> list[str]:
         if any(f.short for f in side.runs):
             short = sum(f.short for f in side.runs)
             found.append(f"{side.name}: {short} answers are shorter than asked for")
+        tokens, pieces = (sum(f.output_tokens for f in side.runs), sum(f.pieces for f in side.runs))
+        if pieces < 0.5 * tokens:
+            found.append(
+                f"{side.name}: {tokens} tokens came in {pieces} pieces of text (merged, or without "
+                "text, as special tokens are): the first piece is not the first token"
+            )
         failed = sum(sum(f.failures.values()) for f in side.runs)
         if failed:
             total = sum(f.requests for f in side.runs)
@@ -135,11 +141,16 @@ def _side_lines(runs: Sequence[Figures]) -> list[str]:
         f"pieces; this process used {max((f.client_cpu for f in runs), default=0.0):.2f} of a core"
     )
     lines.append(f"  {_cache_line(runs)}")
-    reasons: dict[str, int] = {}
+    kinds: dict[str, int] = {}
+    examples: dict[str, str] = {}
     for figures in runs:
-        for reason, count in figures.failures.items():
-            reasons[reason] = reasons.get(reason, 0) + count
-    return lines + [f"  failed {count} times: {reason}" for reason, count in reasons.items()]
+        examples = figures.examples | examples
+        for kind, count in figures.failures.items():
+            kinds[kind] = kinds.get(kind, 0) + count
+    return lines + [
+        f"  failed {count} times: {kind}, the first {examples[kind] or '(nothing was said)'}"
+        for kind, count in kinds.items()
+    ]
 
 
 def _cache_line(runs: Sequence[Figures]) -> str:
