@@ -60,15 +60,16 @@ WORKLOAD = {
     "--json",
     "--plot",
 }
+PROFILE = {"--profile", "--profile-steps"}
 BENCH = {
     "serve": WORKLOAD
     | {"--url", "--against", "--model", "--timeout"}
     | {"--ignore-eos", "--no-ignore-eos"},
-    "offline": ENGINE | WORKLOAD | {"--profile"},
+    "offline": ENGINE | WORKLOAD | PROFILE,
     "vision": ENGINE | {"--mix", "--runs", "--json"},
 }
 FLAGS = {
-    "serve": {"--host", "--port", "--served-model-name", "--http"},
+    "serve": {"--host", "--port", "--served-model-name", "--http"} | PROFILE,
     "generate": {"--image", "--max-tokens", "--temperature"},
     "chat": {"--image", "--max-tokens", "--temperature"},
 }

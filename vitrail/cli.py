@@ -11,7 +11,7 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, get_args, get_origin
 
-from vitrail.bench.flags import EngineChoices, add_bench
+from vitrail.bench.flags import EngineChoices, add_bench, add_profile_flags, profile_window
 from vitrail.config.engine import EngineConfig
 from vitrail.config.env import read_env
 from vitrail.config.finding import Refused
@@ -48,6 +48,7 @@ def parser() -> argparse.ArgumentParser:
     serve.add_argument(
         "--http", choices=("granian", "uvicorn"), default="granian", help="HTTP server"
     )
+    add_profile_flags(serve)
     generate = commands.add_parser("generate", help="answer one prompt and exit")
     generate.set_defaults(run=_generate)
     generate.add_argument("prompt", nargs="?", help=f"default: {DEMO_QUESTION!r} of the demo")
@@ -105,6 +106,7 @@ def _serve(args: argparse.Namespace) -> int:
         name=args.served_model_name,
         http=args.http,
         api_key=read_env().api_key,
+        profile=profile_window(args),
     )
 
 

@@ -14,6 +14,7 @@ from vitrail.config.finding import Finding, Refused
 if TYPE_CHECKING:
     from vitrail.bench.report import Outputs
     from vitrail.bench.serve import Work
+    from vitrail.engine.ipc import ProfileWindow
 
 EngineFlags = Callable[[argparse.ArgumentParser], None]
 ReadConfig = Callable[[argparse.Namespace], EngineConfig]
@@ -37,7 +38,7 @@ def add_bench(bench: argparse.ArgumentParser, engine: EngineChoices) -> None:
     serve.set_defaults(run=_serve)
     offline = commands.add_parser("offline", help="the engine in this process, without a server")
     _workload_flags(offline)
-    offline.add_argument("--profile", type=Path, help="folder for a trace of some steps")
+    add_profile_flags(offline)
     engine.add(offline)
     offline.set_defaults(run=lambda args: _offline(args, engine.read(args)))
     vision = commands.add_parser("vision", help="the vision tower alone")
@@ -64,6 +65,34 @@ def _serve_flags(serve: argparse.ArgumentParser) -> None:
         default=True,
         help="ask for answers of full length (vLLM, SGLang and Vitrail understand it)",
     )
+
+
+def add_profile_flags(command: argparse.ArgumentParser) -> None:
+    """Which steps of an engine are recorded, and where to."""
+    command.add_argument(
+        "--profile",
+        metavar="FOLDER",
+        help="record some steps: a Chrome trace, and where their time went beside its floor",
+    )
+    command.add_argument(
+        "--profile-steps",
+        metavar="SKIP:COUNT",
+        default="64:16",
+        help="which steps, counted from the start (default: 64:16)",
+    )
+
+
+def profile_window(args: argparse.Namespace) -> "ProfileWindow | None":
+    """What the flags ask for, if anything. Raises `Refused`."""
+    if args.profile is None:
+        return None
+    from vitrail.engine.ipc import ProfileWindow
+
+    skip, _, steps = args.profile_steps.partition(":")
+    if not (skip.isdecimal() and steps.isdecimal() and int(steps)):
+        rule = "SKIP:COUNT, of which COUNT is at least 1"
+        raise Refused(_flag("profile_steps", args.profile_steps, rule, "for example 64:16"))
+    return ProfileWindow(folder=args.profile, skip=int(skip), steps=int(steps))
 
 
 def _workload_flags(command: argparse.ArgumentParser) -> None:
@@ -175,7 +204,7 @@ def _serve(args: argparse.Namespace) -> int:
 def _offline(args: argparse.Namespace, config: EngineConfig) -> int:
     from vitrail.bench.offline import bench_offline
 
-    return bench_offline(config, _work(args), _outputs(args), args.profile)
+    return bench_offline(config, _work(args), _outputs(args), profile_window(args))
 
 
 def _vision(args: argparse.Namespace, config: EngineConfig) -> int:

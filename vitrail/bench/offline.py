@@ -7,7 +7,6 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import replace
-from pathlib import Path
 
 from vitrail.bench.record import Record, figures
 from vitrail.bench.report import (
@@ -23,7 +22,10 @@ from vitrail.bench.serve import Run, Work
 from vitrail.bench.workload import Arrivals, Closed, Item, Lines, Workload, conversation
 from vitrail.config.engine import EngineConfig
 from vitrail.config.finding import Finding, Refused
+from vitrail.engine.checkpoint import open_checkpoint
+from vitrail.engine.ipc import ProfileWindow
 from vitrail.engine.llm import LLM, AnyPrompt
+from vitrail.engine.profile import profiled
 from vitrail.engine.request import EngineRequest, FinishReason, Output, SamplingParams
 
 NAME = "offline"
@@ -31,10 +33,15 @@ IDLE_WAIT_S = 0.05
 
 
 def bench_offline(
-    config: EngineConfig, work: Work, outputs: Outputs, profile: Path | None = None
+    config: EngineConfig, work: Work, outputs: Outputs, window: ProfileWindow | None = None
 ) -> int:
-    """Exit code 0, or 1 where no request succeeded. Raises `Refused`."""
+    """Exit code 0, or 1 where no request succeeded. `window`: steps that are recorded, which slows
+    them. Raises `Refused`."""
     llm = LLM.from_config(config)
+    recording = None
+    if window is not None:
+        checkpoint = open_checkpoint(config.model, config.revision)
+        llm.engine = recording = profiled(llm.engine, config, checkpoint, window)
     work = replace(work, workload=fitting(llm, work.workload))
     runs = [_run(llm, work, index) for index in range(work.warm_up + work.runs)][work.warm_up :]
     side = Side(
@@ -56,6 +63,9 @@ def bench_offline(
     )
     records = [r for run in runs for r in run.records]
     publish(report, [records], outputs)
+    if recording is not None and window is not None:
+        done = f"the engine launched fewer than {window.skip + 2} steps: nothing was recorded"
+        print(f"\n{recording.summary or done}\nin {window.folder}")
     return int(all(r.failure is not None for r in records))
 
 

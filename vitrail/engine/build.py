@@ -32,6 +32,7 @@ from vitrail.engine.batch import BatchBuilder
 from vitrail.engine.checkpoint import Checkpoint
 from vitrail.engine.encode import ImageEncoder
 from vitrail.engine.engine import Engine
+from vitrail.engine.floors import Shapes
 from vitrail.engine.measure import run_worst_steps
 from vitrail.engine.prepare import ServingFacts
 from vitrail.engine.runner import Runner, RunnerParts
@@ -67,6 +68,14 @@ class Tower(NamedTuple):
     hardware: Hardware
     device: torch.device
     dtype: DType
+
+
+class Placed(NamedTuple):
+    """What a configuration computes, in which types, and where."""
+
+    shapes: Shapes
+    hardware: Hardware
+    device: torch.device
 
 
 class _Sizes(NamedTuple):
@@ -157,6 +166,15 @@ def build_tower(
     pool = EncoderPool()
     encoder = ImageEncoder(model, plans, pool, device)
     return Tower(encoder, pool, vision, hardware, device, dtype)
+
+
+def placed(config: EngineConfig, checkpoint: Checkpoint) -> Placed:
+    """As `build_engine` would decide. Raises `Refused`."""
+    device, entry = _device(config), load_entry(checkpoint.architecture)
+    model = accept(entry.read_config(checkpoint.config, checkpoint.generation))
+    dtype = _dtype(config, model, device)
+    shapes = Shapes(model=model, dtype=dtype, kv_dtype=_kv_dtype(config) or dtype)
+    return Placed(shapes, _hardware(device), device)
 
 
 def _device(config: EngineConfig) -> torch.device:
