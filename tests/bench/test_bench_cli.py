@@ -24,7 +24,8 @@ HERE = ("--device", "cpu", "--kv-cache-bytes", "4000000", "--encoder-patches", "
 def test_a_server_against_itself(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     report, plot = tmp_path / "r.json", tmp_path / "p.svg"
     out = ("--json", str(report), "--plot", str(plot))
-    with Served(DEMO, "granian") as served:
+    profile = ("--profile", str(tmp_path / "profile"), "--profile-steps", "1:3")
+    with Served(DEMO, "granian", *profile) as served:
         base = ("bench", "serve", "--url", served.base)
         two = ("--concurrency", "2")
         shared = ("--shared-tokens", "64", "--runs", "2")
@@ -32,6 +33,7 @@ def test_a_server_against_itself(tmp_path: Path, capsys: pytest.CaptureFixture[s
         pictured = ("--pictures", "1", "--picture-size", "40x30", "--runs", "1", "--warm-up", "0")
         assert main([*base, *LOAD, *pictured, "--rate", "50"]) == 0
         assert main([*base, *LOAD, "--ids", "600:700", "--runs", "1"]) == 1, "all are refused"
+    assert "3 steps of" in (tmp_path / "profile" / "summary.txt").read_text()
     made = json.loads(report.read_text())
     assert [side["name"] for side in made["sides"]] == ["A", "B"]
     for side in made["sides"]:
@@ -62,7 +64,10 @@ def test_offline_and_vision(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert (run["failures"], run["requests"], run["output_tokens"]) == ({}, 4, 16)
     assert run["prompt_tokens"] > 4 * 20, "pictures are tokens too"
     assert 0 < run["first"]["p50"] < run["whole"]["p50"]
-    assert main(["bench", "offline", *LOAD, *few, *HERE, "--rate", "100"]) == 0
+    profile = ("--profile", str(tmp_path), "--profile-steps", "1:2")
+    assert main(["bench", "offline", *LOAD, *few, *HERE, "--rate", "100", *profile]) == 0
+    assert "2 steps of" in capsys.readouterr().out
+    assert (tmp_path / "trace.json").stat().st_size > 1000
     mixes = ("--mix", "2*56x56", "--mix", "28x28,84x56", "--runs", "2", "--json", str(out))
     assert main(["bench", "vision", *mixes, *HERE]) == 0
     pair, mixed = json.loads(out.read_text())["mixes"]
@@ -94,6 +99,12 @@ def test_what_is_refused(args: tuple[str, ...], word: str, capsys: pytest.Captur
     said = capsys.readouterr().err
     assert word in said
     assert "Rule: " in said
+
+
+def test_a_window_of_steps_that_is_none(capsys: pytest.CaptureFixture[str]):
+    for command in (("serve",), ("bench", "offline")):
+        assert main([*command, "--profile", "/tmp/x", "--profile-steps", "3"]) == 1
+        assert "SKIP:COUNT" in capsys.readouterr().err
 
 
 def test_vision_wants_a_tower_and_sizes_that_it_takes(capsys: pytest.CaptureFixture[str]):

@@ -30,9 +30,9 @@ def _any(*words: str) -> "re.Pattern[str]":
 # Read in this order: what is special before what is common (a grouped product is a product too).
 _NAMES: tuple[tuple[Group, "re.Pattern[str]"], ...] = (
     ("copies", _any("^memcpy", "^memset")),
-    ("sampling", _any("sampl", "multinomial", "gumbel", "argmax", r"top_?p\b", "penal")),
+    ("sampling", _any("(?<!up)sampl", "multinomial", "gumbel", "argmax", r"top_?p\b", "penal")),
     ("attention", _any("attn", "attention", "attend", "flash", "fmha", r"(^|_)mla", r"^_?mend")),
-    ("moe", _any("moe", "expert", "grouped", "GroupProblemShape", "segmented", r"rout(e|ing)")),
+    ("moe", _any("moe", "expert", "grouped", "GroupProblemShape", r"rout(e|ing)")),
     ("gemm", _any("gemm", "gemv", "nvjet", "xmma", "cublas", "split_?k", "s16816", "wgmma")),
     ("gemm", _any("cutlass", r"^aten::(mm|addmm|linear|matmul)$", "matmul", "_linear")),
 )
