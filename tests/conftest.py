@@ -6,9 +6,15 @@ import os
 from jaxtyping import install_import_hook
 
 # Modules whose signatures take tensors or pixels. Bookkeeping in ints is pyright's business alone.
+# Of ops, the definitions: the hook would decorate the bodies of kernels beside them.
 install_import_hook(
     [
-        "vitrail.ops",
+        "vitrail.ops.dispatch",
+        *(
+            f"vitrail.ops.{op}.naive"
+            for op in ("activation", "linear", "mla", "moe", "norm", "rope")
+        ),
+        "vitrail.ops.moe.grouped",
         "vitrail.layers",
         "vitrail.models",
         "vitrail.vision",

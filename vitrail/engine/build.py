@@ -24,7 +24,7 @@ from vitrail.cache.encoder_pool import EncoderPool
 from vitrail.cache.kv_pool import KvPool
 from vitrail.cache.manager import Manager
 from vitrail.cache.spec import ITEM_BYTES, LayerSpec, stored_as
-from vitrail.config.engine import GIB, EngineConfig, validate
+from vitrail.config.engine import DEFAULT_VIDEO_FRAMES, GIB, EngineConfig, plan_frames, validate
 from vitrail.config.finding import Finding, Refused, accept, errors
 from vitrail.config.hardware import CPU, Hardware, from_device
 from vitrail.config.model import DType, KvDType, ModelConfig, VisionConfig
@@ -103,6 +103,7 @@ def build_engine(
     entry = load_entry(checkpoint.architecture)
     model_config = accept(entry.read_config(checkpoint.config, checkpoint.generation))
     dtype = _dtype(config, model_config, device)
+    frames = _video_frames(config, model_config)
     with torch.device("meta"):
         model = entry.build(model_config, dtype)
     patches = _encoder_patches(config, model_config, processor)
@@ -131,6 +132,7 @@ def build_engine(
         encoder_patches=sizes.encoder_patches,
         kv_tokens=sizes.cache.num_tokens,
         patch_rules=None if vision is None else vision.rules,
+        video_frames=frames,
     )
     return Built(engine, facts)
 
@@ -202,6 +204,13 @@ def _dtype(config: EngineConfig, model: ModelConfig, device: torch.device) -> DT
     if config.dtype != "auto":
         return config.dtype
     return "float32" if device.type == "cpu" else model.dtype
+
+
+def _video_frames(config: EngineConfig, model: ModelConfig) -> int:
+    """Without a tower no number is too large."""
+    if model.vision is None:
+        return config.video_frames or DEFAULT_VIDEO_FRAMES
+    return accept(plan_frames(config, model.video_frames))
 
 
 def _kv_dtype(config: EngineConfig) -> KvDType | None:

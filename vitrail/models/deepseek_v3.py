@@ -238,33 +238,34 @@ def _attention_rows(text: TextConfig, there: str, here: str) -> tuple[Row, ...]:
 
 
 def _mlp_rows(text: TextConfig, there: str, here: str) -> tuple[Row, ...]:
-    """Dense layers and the shared experts are gated MLPs; experts are stacked."""
+    """Dense layers are gated MLPs; experts are stacked, the shared ones (published as one gated MLP
+    of their widths together) after the routed."""
     moe = text.moe
     assert moe is not None
-    rows: list[Row] = []
-    for source, target in ((there, here), (f"{there}.shared_experts", f"{here}.shared")):
-        gate_up = (f"{source}.gate_proj.weight", f"{source}.up_proj.weight")
-        rows += [
-            Fuse(checkpoints=gate_up, parameter=f"{target}.gate_up_proj.weight", shard=ROWS),
-            Copy(f"{source}.down_proj.weight", f"{target}.down_proj.weight", COLUMNS),
-        ]
-    expert = f"{there}.experts.{{expert}}"
+    gate_up = (f"{there}.gate_proj.weight", f"{there}.up_proj.weight")
     return (
-        *rows,
+        Fuse(checkpoints=gate_up, parameter=f"{here}.gate_up_proj.weight", shard=ROWS),
+        Copy(f"{there}.down_proj.weight", f"{here}.down_proj.weight", COLUMNS),
         Copy(f"{there}.gate.weight", f"{here}.router.weight"),
         Copy(f"{there}.gate.e_score_correction_bias", f"{here}.router.bias"),
-        Experts(
-            checkpoints=(f"{expert}.gate_proj.weight", f"{expert}.up_proj.weight"),
-            parameter=f"{here}.gate_up",
-            num_experts=moe.num_experts,
-            shard=Shard(dim=1),
-        ),
-        Experts(
-            checkpoints=(f"{expert}.down_proj.weight",),
-            parameter=f"{here}.down",
-            num_experts=moe.num_experts,
-            shard=Shard(dim=2),
-        ),
+        _expert_rows(moe, there, ("gate_proj", "up_proj"), f"{here}.gate_up", 0),
+        _expert_rows(moe, there, ("down_proj",), f"{here}.down", 1),
+    )
+
+
+def _expert_rows(
+    moe: MoeConfig, there: str, kinds: tuple[str, ...], parameter: str, dim: int
+) -> Experts:
+    """`dim`: of one expert's tensor, the intermediate channels, which ranks share."""
+    stems = [f"{there}.experts.{{expert}}"]
+    stems += [f"{there}.shared_experts"] if moe.num_shared else []
+    return Experts(
+        checkpoints=tuple(f"{stem}.{kind}.weight" for stem in stems for kind in kinds),
+        parameter=parameter,
+        num_experts=moe.num_experts,
+        num_shared=moe.num_shared,
+        dim=dim,
+        shard=Shard(dim=dim + 1),
     )
 
 

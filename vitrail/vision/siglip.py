@@ -10,6 +10,7 @@ mlp.fc1, mlp.fc2 of a layer are norm1, attn.qkv, attn.out, norm2, mlp.up, mlp.do
 Legend: N packed patches, F = C*P*P samples of a patch, M hidden channels, n patches of a tile."""
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Float, UInt8
 from torch import Tensor, nn
 
@@ -69,8 +70,19 @@ class Siglip(nn.Module):
         assert rest == 0, f"{patches_NF.shape[0]} patches are not whole tiles of {length}"
         device = patches_NF.device
         meta = prepare_vision_attention_metadata([length] * tiles, None, plans, device)
-        x_NM = self.patch_embed(normalise_patches(patches_NF).to(self.patch_embed.weight.dtype))
-        x_NM = x_NM + self.pos_embed.repeat(tiles, 1)
+        x_NM = self._embed(normalise_patches(patches_NF)) + self.pos_embed.repeat(tiles, 1)
         for block in self.blocks:
             x_NM = block(x_NM, meta)
         return x_NM
+
+    def _embed(self, patches_NF: Float[Tensor, "N F"]) -> Float[Tensor, "N M"]:
+        """A product with each patch. On a CPU it is the published convolution, whose order of sums
+        decides the logits' fifth digit (docs/notes/nvila.md); a GPU has the product."""
+        layer, side = self.patch_embed, self.config.patch_size
+        patches_NF = patches_NF.to(layer.weight.dtype)
+        if patches_NF.device.type != "cpu":
+            return layer(patches_NF)
+        patches, kernels = (
+            x.unflatten(1, (CHANNELS, side, side)) for x in (patches_NF, layer.weight)
+        )
+        return F.conv2d(patches, kernels, layer.bias, stride=side).flatten(1)
