@@ -33,6 +33,7 @@ from vitrail.engine.batch import BatchBuilder
 from vitrail.engine.checkpoint import Checkpoint
 from vitrail.engine.encode import ImageEncoder
 from vitrail.engine.engine import Engine
+from vitrail.engine.floors import Shapes
 from vitrail.engine.graphs import DecodeGraphs, GraphParts, graph_findings, ladder
 from vitrail.engine.measure import run_worst_steps
 from vitrail.engine.parcel import Door
@@ -61,6 +62,25 @@ class Built(NamedTuple):
 
     engine: Engine
     facts: ServingFacts
+
+
+class Tower(NamedTuple):
+    """A vision tower that is ready alone, for measurements: `encoder` fills `pool`."""
+
+    encoder: ImageEncoder
+    pool: EncoderPool
+    vision: VisionConfig
+    hardware: Hardware
+    device: torch.device
+    dtype: DType
+
+
+class Placed(NamedTuple):
+    """What a configuration computes, in which types, and where."""
+
+    shapes: Shapes
+    hardware: Hardware
+    device: torch.device
 
 
 class _Sizes(NamedTuple):
@@ -120,6 +140,48 @@ def build_engine(
         video_frames=frames,
     )
     return Built(engine, facts)
+
+
+def build_tower(
+    config: EngineConfig, checkpoint: Checkpoint, processor: ImageProcessor | None
+) -> Tower:
+    """The encoder of a vision model, as `build_engine` makes it, without an engine around it.
+    Raises `Refused`, for a model without a tower too."""
+    found = errors(validate(config))
+    if found:
+        raise Refused(found)
+    device = _device(config)
+    hardware = _hardware(device)
+    entry = load_entry(checkpoint.architecture)
+    model_config = accept(entry.read_config(checkpoint.config, checkpoint.generation))
+    dtype = _dtype(config, model_config, device)
+    with torch.device("meta"):
+        model = entry.build(model_config, dtype)
+    vision = model_config.vision
+    if vision is None or not isinstance(model, ImageModel):
+        raise Refused(
+            Finding(
+                where="model",
+                saw=f"{checkpoint.architecture}, which takes text alone",
+                rule="a model with a vision tower",
+                change="give a vision model",
+            )
+        )
+    patches = _encoder_patches(config, model_config, processor)
+    plans = _image_plans(config, model, vision, dtype, patches, hardware)
+    _load(config, entry, model_config, model, checkpoint, device, None)
+    pool = EncoderPool()
+    encoder = ImageEncoder(model, plans, pool, device)
+    return Tower(encoder, pool, vision, hardware, device, dtype)
+
+
+def placed(config: EngineConfig, checkpoint: Checkpoint) -> Placed:
+    """As `build_engine` would decide. Raises `Refused`."""
+    device, entry = _device(config), load_entry(checkpoint.architecture)
+    model = accept(entry.read_config(checkpoint.config, checkpoint.generation))
+    dtype = _dtype(config, model, device)
+    shapes = Shapes(model=model, dtype=dtype, kv_dtype=_kv_dtype(config) or dtype)
+    return Placed(shapes, _hardware(device), device)
 
 
 def _device(config: EngineConfig) -> torch.device:
