@@ -2,6 +2,7 @@
 none read from a tensor's contents."""
 
 from collections.abc import Callable
+from types import ModuleType
 
 import torch
 from jaxtyping import Float
@@ -9,6 +10,7 @@ from torch import Tensor
 
 from vitrail.ops.moe.grouped import GROUPED_ALIGN_BYTES, grouped_experts, segmented_experts
 from vitrail.ops.moe.naive import Routing, naive_experts
+from vitrail.ops.vision import naive as naive_vision
 
 Experts = Callable[
     [Float[Tensor, "T M"], Routing, Float[Tensor, "X F M"], Float[Tensor, "X M I"]],
@@ -24,3 +26,13 @@ def select_experts(device: torch.device, dtype: torch.dtype, widths: tuple[int, 
         return segmented_experts
     aligned = all(width * dtype.itemsize % GROUPED_ALIGN_BYTES == 0 for width in widths)
     return grouped_experts if dtype == torch.bfloat16 and aligned else naive_experts
+
+
+def select_vision(device: torch.device) -> ModuleType:
+    """The towers' operations (the functions of `ops.vision.naive`, by their names): kernels on
+    CUDA, which needs Triton, else the definitions."""
+    if device.type != "cuda":
+        return naive_vision
+    from vitrail.ops.vision import triton
+
+    return triton

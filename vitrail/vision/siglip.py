@@ -16,9 +16,11 @@ from torch import Tensor, nn
 from vitrail.attention.plan import PlanTable
 from vitrail.attention.shape import AttentionSite, Phase
 from vitrail.config.model import SiglipConfig
+from vitrail.ops.dispatch import select_vision
+from vitrail.ops.vision.naive import Grids
 from vitrail.vision.attention import prepare_vision_attention_metadata
-from vitrail.vision.encoder import EncoderBlock, EncoderShape
-from vitrail.vision.moonvit import CHANNELS, normalise_patches
+from vitrail.vision.encoder import EncoderBlock, EncoderShape, Residual
+from vitrail.vision.moonvit import CHANNELS
 
 
 def siglip_site(config: SiglipConfig) -> AttentionSite:
@@ -68,9 +70,13 @@ class Siglip(nn.Module):
         tiles, rest = divmod(patches_NF.shape[0], length)
         assert rest == 0, f"{patches_NF.shape[0]} patches are not whole tiles of {length}"
         device = patches_NF.device
-        meta = prepare_vision_attention_metadata([length] * tiles, None, plans, device)
-        x_NM = self.patch_embed(normalise_patches(patches_NF).to(self.patch_embed.weight.dtype))
-        x_NM = x_NM + self.pos_embed.repeat(tiles, 1)
+        side = self.config.tile
+        meta = prepare_vision_attention_metadata(
+            Grids.of([(side, side)] * tiles, device), None, plans
+        )
+        embed = self.patch_embed
+        x_NM = select_vision(device).embed(patches_NF, embed.weight, embed.bias)
+        x = Residual((x_NM.unflatten(0, (tiles, length)) + self.pos_embed).flatten(0, 1), None)
         for block in self.blocks:
-            x_NM = block(x_NM, meta)
-        return x_NM
+            x = block(x, meta)
+        return x.x if x.delta is None else x.x + x.delta
