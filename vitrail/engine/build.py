@@ -111,6 +111,7 @@ def build_engine(
         encoder_patches=sizes.encoder_patches,
         kv_tokens=sizes.cache.num_tokens,
         patch_rules=None if vision is None else vision.rules,
+        encoder_resizes=device.type == "cuda",
     )
     return Built(engine, facts)
 
@@ -301,6 +302,18 @@ def _kv_bytes(config: EngineConfig, device: torch.device, encoder_peak: int) -> 
     return free - kept - encoder_peak - config.encoder_cache_bytes - WORKSPACE_BYTES
 
 
+def _image_encoder(
+    model: Model,
+    vision: VisionConfig | None,
+    plans: PlanTable,
+    pool: EncoderPool,
+    device: torch.device,
+) -> ImageEncoder | None:
+    if vision is None or not isinstance(model, ImageModel):
+        return None
+    return ImageEncoder(model, plans, pool, device, vision.patch_size)
+
+
 def _assemble(
     config: EngineConfig,
     model_config: ModelConfig,
@@ -329,9 +342,7 @@ def _assemble(
         model=model,
         pool=pool,
         encoder_pool=encoder_pool,
-        encoder=ImageEncoder(model, image_plans, encoder_pool, device)
-        if isinstance(model, ImageModel)
-        else None,
+        encoder=_image_encoder(model, model_config.vision, image_plans, encoder_pool, device),
         builder=BatchBuilder(
             max_running=config.max_running,
             max_pages=-(-sizes.max_model_len // config.page_size),

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from vitrail.ops.moe.grouped import GROUPED_ALIGN_BYTES, grouped_experts, segmented_experts
 from vitrail.ops.moe.naive import Routing, naive_experts
+from vitrail.ops.resize import naive as naive_resize
 from vitrail.ops.vision import naive as naive_vision
 
 Experts = Callable[
@@ -34,5 +35,14 @@ def select_vision(device: torch.device) -> ModuleType:
     if device.type != "cuda":
         return naive_vision
     from vitrail.ops.vision import triton
+
+    return triton
+
+
+def select_resize(device: torch.device) -> ModuleType:
+    """The functions of `ops.resize.naive`, likewise."""
+    if device.type != "cuda":
+        return naive_resize
+    from vitrail.ops.resize import triton
 
     return triton

@@ -93,7 +93,7 @@ def cubic_weight(distance):
     return tl.where(d <= 1.0, near, far)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["edges", "sides"])
 def positions_kernel(
     x,
     table,
@@ -156,7 +156,7 @@ def rope_tables(
     return cos_NF, sin_NF
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["edges", "sides"])
 def angles_kernel(
     cos,
     sin,
