@@ -138,6 +138,7 @@ def build_engine(
         kv_tokens=sizes.cache.num_tokens,
         patch_rules=None if vision is None else vision.rules,
         video_frames=frames,
+        encoder_resizes=device.type == "cuda",
     )
     return Built(engine, facts)
 
@@ -392,6 +393,18 @@ def _graph_bytes(config: EngineConfig, device: torch.device) -> int:
     return len(sizes) * GRAPH_BYTES + GRAPH_WORKSPACE_BYTES if sizes else 0
 
 
+def _image_encoder(
+    model: Model,
+    vision: VisionConfig | None,
+    plans: PlanTable,
+    pool: EncoderPool,
+    device: torch.device,
+) -> ImageEncoder | None:
+    if vision is None or not isinstance(model, ImageModel):
+        return None
+    return ImageEncoder(model, plans, pool, device, vision.patch_size)
+
+
 def _assemble(
     config: EngineConfig,
     model_config: ModelConfig,
@@ -421,9 +434,7 @@ def _assemble(
         model=model,
         pool=pool,
         encoder_pool=encoder_pool,
-        encoder=ImageEncoder(model, image_plans, encoder_pool, device)
-        if isinstance(model, ImageModel)
-        else None,
+        encoder=_image_encoder(model, model_config.vision, image_plans, encoder_pool, device),
         builder=builder,
         sampler=Sampler(
             config.max_running,

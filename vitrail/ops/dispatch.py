@@ -3,6 +3,7 @@ none read from a tensor's contents."""
 
 from collections.abc import Callable
 from functools import cache, partial
+from types import ModuleType
 from typing import NamedTuple
 
 import torch
@@ -20,6 +21,8 @@ from vitrail.config.model import RopeScaling
 from vitrail.ops.moe.grouped import segmented_experts
 from vitrail.ops.moe.naive import Routing, naive_experts, naive_route
 from vitrail.ops.moe.plan import ALIGN_BYTES, Choice
+from vitrail.ops.resize import naive as naive_resize
+from vitrail.ops.vision import naive as naive_vision
 
 Experts = Callable[
     [Float[Tensor, "T M"], Routing, Float[Tensor, "Y F M"], Float[Tensor, "Y M I"]],
@@ -162,3 +165,22 @@ def select_sampling(device: torch.device) -> SamplingOps:
     from vitrail.ops.sampling import triton
 
     return SamplingOps(triton.best_tokens, triton.draw_plain)
+
+
+def select_vision(device: torch.device) -> ModuleType:
+    """The towers' operations (the functions of `ops.vision.naive`, by their names): kernels on
+    CUDA, which needs Triton, else the definitions."""
+    if device.type != "cuda":
+        return naive_vision
+    from vitrail.ops.vision import triton
+
+    return triton
+
+
+def select_resize(device: torch.device) -> ModuleType:
+    """The functions of `ops.resize.naive`, likewise."""
+    if device.type != "cuda":
+        return naive_resize
+    from vitrail.ops.resize import triton
+
+    return triton
