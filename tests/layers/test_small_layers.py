@@ -56,6 +56,17 @@ def test_norm_without_a_residual_starts_one() -> None:
     assert torch.equal(again, norm(x + x))
 
 
+def test_a_norm_into_a_linear_layer_is_both() -> None:
+    norm, x = drawn(RmsNorm(6, 1e-5, torch.float32)), torch.randn(3, 6)
+    linear = drawn(Linear(6, 5, torch.float32))
+    projected, residual = norm.add_into(linear, x, None)
+    assert residual is x
+    assert torch.equal(projected, linear(norm(x)))
+    again, total = norm.add_into(linear, x, residual)
+    assert torch.equal(total, x + x)
+    assert torch.equal(again, linear(norm(x + x)))
+
+
 def test_rotary_depends_on_the_absolute_position_alone() -> None:
     rope = RopeConfig(theta=8e5, dim=6, interleaved=True)
     x = torch.randn(4, 2, 6)

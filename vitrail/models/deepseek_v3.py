@@ -41,7 +41,7 @@ from vitrail.models.reading import (
     sized,
     text_model,
 )
-from vitrail.weights.mapping import Copy, Experts, Fuse, Ignore, Row, Split, Tie, WeightMap
+from vitrail.weights.mapping import Copy, Experts, Fuse, Ignore, Row, Tie, WeightMap
 from vitrail.weights.sharding import Segment, Shard
 
 # The norm of the latent has the authors' class default, which is not rms_norm_eps; engines that use
@@ -215,19 +215,27 @@ def text_rows(text: TextConfig, published: str, ours: str) -> tuple[Row, ...]:
 
 def _attention_rows(text: TextConfig, there: str, here: str) -> tuple[Row, ...]:
     mla, heads = mla_config(text), text.num_heads
-
-    def per_head(width: int) -> Shard:
-        return Shard(dim=0, segments=(Segment(units=heads, width=width),))
-
+    row = mla.kv_lora_rank + mla.qk_rope_head_dim
+    wide = mla.qk_nope_head_dim + mla.v_head_dim
     return (
-        Copy(f"{there}.q_proj.weight", f"{here}.q_proj.weight", per_head(text.head_dim)),
-        Copy(f"{there}.kv_a_proj_with_mqa.weight", f"{here}.kv_a_proj.weight"),
+        # Heads of the queries are shared out; every rank makes whole cache rows.
+        Fuse(
+            checkpoints=(f"{there}.q_proj.weight", f"{there}.kv_a_proj_with_mqa.weight"),
+            parameter=f"{here}.qkv_a_proj.weight",
+            sizes=(heads * text.head_dim, row),
+            shard=Shard(
+                dim=0,
+                segments=(
+                    Segment(units=heads, width=text.head_dim),
+                    Segment(units=1, width=row, replicate=True),
+                ),
+            ),
+        ),
         Copy(f"{there}.kv_a_layernorm.weight", f"{here}.kv_a_norm.weight", init="ones"),
-        Split(
-            checkpoint=f"{there}.kv_b_proj.weight",
-            parameters=(f"{here}.k_b_proj.weight", f"{here}.v_b_proj.weight"),
-            groups=heads,
-            shards=(per_head(mla.qk_nope_head_dim), per_head(mla.v_head_dim)),
+        Copy(
+            f"{there}.kv_b_proj.weight",
+            f"{here}.kv_b_proj.weight",
+            Shard(dim=0, segments=(Segment(units=heads, width=wide),)),
         ),
         Copy(
             f"{there}.o_proj.weight",
@@ -313,8 +321,9 @@ class DecoderLayer(nn.Module):
         ctx: ForwardContext,
     ) -> tuple[Float[Tensor, "T M"], Float[Tensor, "T M"]]:
         """(what is to be added, what it is to be added to)."""
-        x_TM, residual_TM = self.input_norm.add(x_TM, residual_TM)
-        x_TM = self.attention(x_TM, rotary, ctx)
+        project = self.attention.qkv_a_proj
+        row_TX, residual_TM = self.input_norm.add_into(project, x_TM, residual_TM)
+        x_TM = self.attention(row_TX, rotary, ctx)
         x_TM, residual_TM = self.mlp_norm.add(x_TM, residual_TM)
         return self.mlp(x_TM), residual_TM
 

@@ -3,15 +3,26 @@ none read from a tensor's contents."""
 
 from collections.abc import Callable
 from functools import cache, partial
+from types import ModuleType
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
+import vitrail.ops.activation.naive as naive_activation
+import vitrail.ops.linear.naive as naive_linear
+import vitrail.ops.mla.naive as naive_mla
+import vitrail.ops.norm.naive as naive_norm
+import vitrail.ops.rope.naive as naive_rope
+import vitrail.ops.sampling.naive as naive_sampling
 from vitrail.config.hardware import Hardware, from_device
+from vitrail.config.model import RopeScaling
 from vitrail.ops.moe.grouped import segmented_experts
 from vitrail.ops.moe.naive import Routing, naive_experts, naive_route
 from vitrail.ops.moe.plan import ALIGN_BYTES, Choice
+from vitrail.ops.resize import naive as naive_resize
+from vitrail.ops.vision import naive as naive_vision
 
 Experts = Callable[
     [Float[Tensor, "T M"], Routing, Float[Tensor, "Y F M"], Float[Tensor, "Y M I"]],
@@ -63,3 +74,113 @@ def gpu_of(device: torch.device) -> Hardware:
     return from_device(
         found.name, found.major * 10 + found.minor, found.multi_processor_count, found.total_memory
     )
+
+
+class NormOps(NamedTuple):
+    rms_norm: Callable[[Tensor, Tensor, float], Tensor]
+    add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
+
+
+class LinearOps(NamedTuple):
+    linear: Callable[[Tensor, Tensor, Tensor | None], Tensor]
+    scores: Callable[[Tensor, Tensor], Tensor]
+    add_norm_linear: Callable[[Tensor, Tensor | None, Tensor, float, Tensor], tuple[Tensor, Tensor]]
+
+
+class MlaOps(NamedTuple):
+    expanded_queries: Callable[..., Tensor]
+    absorbed_queries: Callable[..., Tensor]
+    values: Callable[[Tensor, Tensor], Tensor]
+    expanded_keys: Callable[[Tensor, Tensor, naive_mla.MlaSizes], tuple[Tensor, Tensor]]
+
+
+@cache
+def select_norm(device: torch.device) -> NormOps:
+    """Ours in Triton on a GPU, else the definitions."""
+    if device.type != "cuda":
+        return NormOps(naive_norm.rms_norm, naive_norm.add_rms_norm)
+    from vitrail.ops.norm import triton
+
+    return NormOps(triton.rms_norm, triton.add_rms_norm)
+
+
+@cache
+def select_silu_mul(device: torch.device) -> Callable[[Tensor], Tensor]:
+    """Ours in Triton on a GPU, else the definition."""
+    if device.type != "cuda":
+        return naive_activation.silu_mul
+    from vitrail.ops.activation import triton
+
+    return triton.silu_mul
+
+
+@cache
+def select_linear(device: torch.device) -> LinearOps:
+    """On a GPU what `linear.table` says of a shape, else the definitions."""
+    if device.type != "cuda":
+        return LinearOps(naive_linear.linear, naive_linear.scores, naive_linear.add_norm_linear)
+    from vitrail.ops.linear import fused
+
+    return LinearOps(fused.linear, fused.scores, fused.add_norm_linear)
+
+
+@cache
+def select_mla(device: torch.device) -> MlaOps:
+    """Ours in Triton on a GPU, else the definitions."""
+    if device.type != "cuda":
+        return MlaOps(
+            naive_mla.expanded_queries,
+            naive_mla.absorbed_queries,
+            naive_mla.values,
+            naive_mla.expanded_keys,
+        )
+    from vitrail.ops.mla import fused
+
+    return MlaOps(fused.expanded_queries, fused.absorbed_queries, fused.values, fused.expanded_keys)
+
+
+RopeTable = Callable[[Tensor, int, float, RopeScaling | None], tuple[Tensor, Tensor]]
+
+
+@cache
+def select_rope_table(device: torch.device) -> RopeTable:
+    """Ours in Triton on a GPU, else the definition."""
+    if device.type != "cuda":
+        return naive_rope.rope_table
+    from vitrail.ops.rope import triton
+
+    return triton.rope_table
+
+
+class SamplingOps(NamedTuple):
+    best_tokens: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+    draw_plain: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
+@cache
+def select_sampling(device: torch.device) -> SamplingOps:
+    """Ours in Triton on a GPU, else the definitions."""
+    if device.type != "cuda":
+        return SamplingOps(naive_sampling.best_tokens, naive_sampling.draw_plain)
+    from vitrail.ops.sampling import triton
+
+    return SamplingOps(triton.best_tokens, triton.draw_plain)
+
+
+def select_vision(device: torch.device) -> ModuleType:
+    """The towers' operations (the functions of `ops.vision.naive`, by their names): kernels on
+    CUDA, which needs Triton, else the definitions."""
+    if device.type != "cuda":
+        return naive_vision
+    from vitrail.ops.vision import triton
+
+    return triton
+
+
+def select_resize(device: torch.device) -> ModuleType:
+    """The functions of `ops.resize.naive`, likewise."""
+    if device.type != "cuda":
+        return naive_resize
+    from vitrail.ops.resize import triton
+
+    return triton
