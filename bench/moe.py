@@ -63,6 +63,10 @@ class Batch(NamedTuple):
         return max(self.bytes / BYTES_PER_S, self.flops / FLOPS_PER_S) * 1e6
 
 
+def mean_floor_us(batches: Sequence[Batch]) -> float:
+    return sum(batch.floor_us for batch in batches) / len(batches)
+
+
 def make_layers() -> list[Layer]:
     torch.manual_seed(0)
 
@@ -155,27 +159,6 @@ def many(bt: int, product: str) -> Iterator[Tile]:
                 yield replace(one, sorted=True, programs=132, flat=True)
 
 
-def split(bt: int, product: str) -> Iterator[Tile]:
-    down = product == "down"
-    for swap in (False, True):
-        for bn in (64, 128, 256) if down else (64, 128):
-            for bk, stages in ((64, 3), (64, 4), (128, 2), (128, 3)):
-                for programs in (0, 132):
-                    one = Tile(
-                        bn=bn,
-                        bk=bk,
-                        stages=stages,
-                        warps=4,
-                        swap=swap,
-                        sorted=True,
-                        split=True,
-                        programs=programs,
-                    )
-                    area = bt * bn * (1 if down else 2)
-                    if fits(one, bt, product) and 16384 <= area <= 32768:
-                        yield one
-
-
 def fits(tile: Tile, bt: int, product: str) -> bool:
     rows = bt + tile.bn * (2 if product == "up" else 1)
     return tile.stages * tile.bk * 2 * rows <= SMEM_BYTES - 3072
@@ -200,13 +183,13 @@ BLOCKS = {
 }
 
 
-def sweep(of: str, sizes: Sequence[int]) -> Iterator[tuple[int, str, Tile]]:
+def sweep(sizes: Sequence[int]) -> Iterator[tuple[int, str, Tile]]:
     """(tokens, product, tile), each kernel once."""
     seen = set()
     for tokens in sizes:
         for bt in BLOCKS[tokens]:
             for product in PRODUCTS:
-                for tile in split(bt, product) if of == "split" else tiles(tokens, bt, product):
+                for tile in tiles(tokens, bt, product):
                     plan = ExpertsPlan(bt=bt, up=tile, down=tile)
                     how = direct(tokens, tokens * (TOP_K + SHARED), ROUTED + SHARED, plan)
                     if (bt, product, tile, how) not in seen:
@@ -224,7 +207,7 @@ def one_product(batch: Batch, bt: int, product: str, tile: Tile) -> Callable[[],
     return lambda: fused.run_down(act, layer.down, ids, placed, plan)
 
 
-def compile_share(index: int, of: int, what: str, sizes: Sequence[int]) -> None:
+def compile_share(index: int, of: int, sizes: Sequence[int]) -> None:
     """By running each kernel once."""
     experts, empty = ROUTED + SHARED, torch.empty(0, device=DEVICE)
     layer = Layer(
@@ -233,7 +216,7 @@ def compile_share(index: int, of: int, what: str, sizes: Sequence[int]) -> None:
         torch.zeros(experts, 2 * INNER, HIDDEN, dtype=DTYPE, device=DEVICE),
         torch.zeros(experts, HIDDEN, INNER, dtype=DTYPE, device=DEVICE),
     )
-    for i, (tokens, bt, product, tile) in enumerate(sweep(what, sizes)):
+    for i, (tokens, bt, product, tile) in enumerate(sweep(sizes)):
         if i % of == index:
             ids = torch.arange(TOP_K + SHARED, dtype=torch.int32, device=DEVICE)
             ids = ids.expand(tokens, -1).contiguous()
@@ -258,26 +241,25 @@ def correct(name: str, batch: Batch, call: Callable[[], Tensor]) -> bool:
     return got <= 2 * limit
 
 
-def report(name: str, us: float, batch: Batch, share: float = 1.0) -> None:
-    print(
-        f"  {us:8.2f} us {batch.bytes * share / us / 1e6:5.2f} TB/s "
-        f"{batch.flops * share / us / 1e6:6.1f} TFLOP/s  {name}"
-    )
+def report(name: str, us: float, batches: Sequence[Batch], share: float = 1.0) -> None:
+    moved = sum(batch.bytes for batch in batches) / len(batches) * share
+    flops = batches[0].flops * share
+    print(f"  {us:8.2f} us {moved / us / 1e6:5.2f} TB/s {flops / us / 1e6:6.1f} TFLOP/s  {name}")
 
 
 def shown(tile: Tile) -> str:
     words = [f"{tile.bn}x{tile.bk} {tile.stages} stages {tile.warps} warps"]
-    flags = ("swap", "sorted", "flat", "split", "halves", "ahead")
+    flags = ("swap", "sorted", "flat", "halves", "ahead")
     words += [name for name in flags if getattr(tile, name)]
     return " ".join(words) + (f" {tile.programs} programs" if tile.programs else "")
 
 
-def tune(batches: list[Batch], what: str) -> None:
+def tune(batches: list[Batch]) -> None:
     tokens = len(batches[0].x)
     for bt in BLOCKS[tokens]:
         for product, share in PRODUCTS.items():
             found: list[tuple[float, Tile]] = []
-            for tile in split(bt, product) if what == "split" else tiles(tokens, bt, product):
+            for tile in tiles(tokens, bt, product):
                 try:
                     calls = [one_product(batch, bt, product, tile) for batch in batches]
                     found.append((time_us(calls, 3), tile))
@@ -286,7 +268,7 @@ def tune(batches: list[Batch], what: str) -> None:
             found.sort(key=lambda one: one[0])
             print(f"  {tokens} tokens, blocks of {bt}, {product}: {len(found)} tiles")
             for us, tile in found[:3]:
-                report(shown(tile), us, batches[0], share)
+                report(shown(tile), us, batches, share)
 
 
 def measure(name: str, batches: list[Batch], plan: ExpertsPlan) -> None:
@@ -296,7 +278,7 @@ def measure(name: str, batches: list[Batch], plan: ExpertsPlan) -> None:
         )
 
     if correct(name, batches[0], lambda: call(batches[0])):
-        report(name, time_us([lambda b=b: call(b) for b in batches]), batches[0])
+        report(name, time_us([lambda b=b: call(b) for b in batches]), batches)
 
 
 def parts(batches: list[Batch], plan: ExpertsPlan) -> None:
@@ -320,17 +302,17 @@ def parts(batches: list[Batch], plan: ExpertsPlan) -> None:
     )
 
 
-def case(layers: list[Layer], tokens: int, tuned: str) -> None:
+def case(layers: list[Layer], tokens: int, tuned: bool) -> None:
     torch.manual_seed(tokens)
     gpu = gpu_of(DEVICE)
     whole = [draw(layer, tokens, True) for layer in layers]
     routed = [draw(layer, tokens, False) for layer in layers]
     print(
-        f"== {tokens} tokens: floors {routed[0].floor_us:.1f} us routed, "
-        f"{whole[0].floor_us:.1f} us with shared"
+        f"== {tokens} tokens: floors {mean_floor_us(routed):.1f} us routed, "
+        f"{mean_floor_us(whole):.1f} us with shared"
     )
     if tuned:
-        tune(whole, tuned)
+        tune(whole)
     plan = experts_plan(tokens, ExpertsShape(HIDDEN, INNER, ROUTED + SHARED, TOP_K + SHARED), gpu)
     measure("routed", routed, plan)
     measure("routed, one after the other", routed, replace(plan, early=False))
@@ -341,25 +323,25 @@ def case(layers: list[Layer], tokens: int, tuned: str) -> None:
         )
         for b in whole
     ]
-    report("layer", time_us(layer_calls), whole[0])
+    report("layer", time_us(layer_calls), whole)
     if not tuned:
         grouped = [
             lambda b=b: grouped_experts(b.x, b.routing, b.layer.gate_up, b.layer.down)
             for b in routed
         ]
-        report("routed, torch's grouped product", time_us(grouped), routed[0])
+        report("routed, torch's grouped product", time_us(grouped), routed)
     parts(whole, plan)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--tokens", default="1,8,32,256,2048,8192")
-    parser.add_argument("--tune", choices=("", "tiles", "split"), default="")
+    parser.add_argument("--tune", action="store_true")
     parser.add_argument("--compile", nargs=2, type=int)
     args = parser.parse_args()
     sizes = [int(tokens) for tokens in args.tokens.split(",")]
     if args.compile:
-        compile_share(*args.compile, args.tune or "tiles", sizes)
+        compile_share(*args.compile, sizes)
         return
     print(torch.cuda.get_device_name(), torch.__version__)
     layers = make_layers()

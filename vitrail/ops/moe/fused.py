@@ -30,7 +30,7 @@ from vitrail.ops.moe.plan import (
 from vitrail.ops.moe.tile import ExpertsPlan, Tile
 
 ROUTER_BK = 64
-WIDE = 1024  # channels that a program of `join` adds, where there are many tokens
+WIDE = 1024  # channels that a program of `join` adds
 
 
 class Placed(NamedTuple):
@@ -253,7 +253,7 @@ def join(
     """Each token's weighted sum over its choices, in their order."""
     (tokens, top_k), hidden = routing.expert_ids.shape, part_SM.shape[1]
     out_TM = part_SM.new_empty((tokens, hidden))
-    width = min(power_of_2(hidden), WIDE if tokens > 64 else WIDE // 4)
+    width = min(power_of_2(hidden), WIDE)
     _run(
         kernels.join,
         (tokens, -(-hidden // width)),
@@ -311,7 +311,6 @@ def _options(tile: Tile, plan: ExpertsPlan, placed: Placed, top_k: int) -> dict[
         "SORTED": tile.sorted,
         "PROGRAMS": tile.programs,
         "FLAT": tile.flat,
-        "SPLIT": tile.split,
         "DIRECT": placed.direct,
         "HALVES": tile.halves and not placed.direct,
         "num_warps": tile.warps,

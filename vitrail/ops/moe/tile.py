@@ -20,7 +20,6 @@ class Tile:
     sorted: bool = False
     programs: int = 0
     flat: bool = False
-    split: bool = False
     halves: bool = False
     ahead: bool = False
 

@@ -241,7 +241,7 @@ def _up_tile(
     x, gate_up, act, slot, slots, row0, expert, tile,
     M: tl.constexpr, INNER: tl.constexpr, K: tl.constexpr,
     BT: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    SWAP: tl.constexpr, SORTED: tl.constexpr, SPLIT: tl.constexpr,
+    SWAP: tl.constexpr, SORTED: tl.constexpr,
 ):  # fmt: skip
     """act[BT rows from row0 on, tile's channels] = silu(gate x) * up x."""
     live = slot < slots
@@ -253,7 +253,7 @@ def _up_tile(
     shape: tl.constexpr = [BN, BT] if SWAP else [BT, BN]
     gate = tl.zeros(shape, tl.float32)
     up = tl.zeros(shape, tl.float32)
-    for k0 in tl.range(0, M, BK, warp_specialize=SPLIT):
+    for k0 in range(0, M, BK):
         if SORTED:
             x_TK = x.load([row0, k0])
         elif M % BK == 0:
@@ -284,7 +284,7 @@ def _up_tile(
 def _down_tile(
     act, down, part, slot, slots, row0, expert, tile,
     M: tl.constexpr, INNER: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    SWAP: tl.constexpr, SORTED: tl.constexpr, SPLIT: tl.constexpr, AHEAD: tl.constexpr,
+    SWAP: tl.constexpr, SORTED: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """part[slots of BT rows, tile's channels] = down act[BT rows from row0 on]. AHEAD: the first
     weights are loaded before what makes `act` is waited for."""
@@ -300,7 +300,7 @@ def _down_tile(
         gdc_launch_dependents()
         act_TK = tl.load(act_at)
         acc = tl.dot(down_NK, act_TK.T, acc)
-    for k0 in tl.range(BK if AHEAD else 0, INNER, BK, warp_specialize=SPLIT):
+    for k0 in range(BK if AHEAD else 0, INNER, BK):
         if SORTED:
             act_TK = act.load([row0, k0])
         elif INNER % BK == 0:
@@ -326,7 +326,7 @@ def up(
     M: tl.constexpr, INNER: tl.constexpr, K: tl.constexpr, KP: tl.constexpr,
     BT: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     SWAP: tl.constexpr, SORTED: tl.constexpr, PROGRAMS: tl.constexpr, FLAT: tl.constexpr,
-    SPLIT: tl.constexpr, DIRECT: tl.constexpr, HALVES: tl.constexpr, EARLY: tl.constexpr,
+    DIRECT: tl.constexpr, HALVES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Tiles are numbered by block, then by channels. PROGRAMS 0: one tile a program, else so many
     programs share them. x [T, M], act [rows, I], `gate_up` a descriptor of [BN, BK] boxes. HALVES:
@@ -347,13 +347,13 @@ def up(
                 if tl.load(rows + block * BT + HALF) >= slots:
                     half = tl.load(rows + block * BT + tl.arange(0, HALF))
                     _up_tile(x_half, gate_up, act, half, slots, block * BT, expert, tile,
-                             M, INNER, K, HALF, BN, BK, SWAP, SORTED, SPLIT)  # fmt: skip
+                             M, INNER, K, HALF, BN, BK, SWAP, SORTED)  # fmt: skip
                 else:
                     _up_tile(x, gate_up, act, slot, slots, block * BT, expert, tile,
-                             M, INNER, K, BT, BN, BK, SWAP, SORTED, SPLIT)  # fmt: skip
+                             M, INNER, K, BT, BN, BK, SWAP, SORTED)  # fmt: skip
             else:
                 _up_tile(x, gate_up, act, slot, slots, block * BT, expert, tile,
-                         M, INNER, K, BT, BN, BK, SWAP, SORTED, SPLIT)  # fmt: skip
+                         M, INNER, K, BT, BN, BK, SWAP, SORTED)  # fmt: skip
     else:
         last = tl.load(blocks + max_blocks) * tiles
         for number in tl.range(tl.program_id(0), last, PROGRAMS, flatten=FLAT):
@@ -361,7 +361,7 @@ def up(
             expert = tl.load(blocks + block)
             slot = tl.load(rows + block * BT + tl.arange(0, BT))
             _up_tile(x, gate_up, act, slot, slots, block * BT, expert, number % tiles,
-                     M, INNER, K, BT, BN, BK, SWAP, SORTED, SPLIT)  # fmt: skip
+                     M, INNER, K, BT, BN, BK, SWAP, SORTED)  # fmt: skip
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -370,7 +370,7 @@ def down(
     M: tl.constexpr, INNER: tl.constexpr, K: tl.constexpr, KP: tl.constexpr,
     BT: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     SWAP: tl.constexpr, SORTED: tl.constexpr, PROGRAMS: tl.constexpr, FLAT: tl.constexpr,
-    SPLIT: tl.constexpr, DIRECT: tl.constexpr, HALVES: tl.constexpr, AHEAD: tl.constexpr,
+    DIRECT: tl.constexpr, HALVES: tl.constexpr, AHEAD: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
     """As `up`, from act [rows, I] to part [S, M]. AHEAD (with EARLY): who owns a block was known
@@ -390,13 +390,13 @@ def down(
                 if tl.load(rows + block * BT + HALF) >= slots:
                     half = tl.load(rows + block * BT + tl.arange(0, HALF))
                     _down_tile(act_half, weights, part, half, slots, block * BT, expert, tile,
-                               M, INNER, HALF, BN, BK, SWAP, SORTED, SPLIT, AHEAD)  # fmt: skip
+                               M, INNER, HALF, BN, BK, SWAP, SORTED, AHEAD)  # fmt: skip
                 else:
                     _down_tile(act, weights, part, slot, slots, block * BT, expert, tile,
-                               M, INNER, BT, BN, BK, SWAP, SORTED, SPLIT, AHEAD)  # fmt: skip
+                               M, INNER, BT, BN, BK, SWAP, SORTED, AHEAD)  # fmt: skip
             else:
                 _down_tile(act, weights, part, slot, slots, block * BT, expert, tile,
-                           M, INNER, BT, BN, BK, SWAP, SORTED, SPLIT, AHEAD)  # fmt: skip
+                           M, INNER, BT, BN, BK, SWAP, SORTED, AHEAD)  # fmt: skip
         elif AHEAD:
             gdc_wait()  # what comes next waits for this launch alone
     else:
@@ -406,7 +406,7 @@ def down(
             expert = tl.load(blocks + block)
             slot = tl.load(rows + block * BT + tl.arange(0, BT))
             _down_tile(act, weights, part, slot, slots, block * BT, expert, number % tiles,
-                       M, INNER, BT, BN, BK, SWAP, SORTED, SPLIT, AHEAD)  # fmt: skip
+                       M, INNER, BT, BN, BK, SWAP, SORTED, AHEAD)  # fmt: skip
 
 
 @triton.jit(do_not_specialize=SIZES)
