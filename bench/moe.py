@@ -151,11 +151,10 @@ def many(bt: int, product: str) -> Iterator[Tile]:
             if area == 8192:
                 one = replace(one, warps=4)
             swapped = replace(one, swap=True)
-            yield from (one, replace(one, halves=True), replace(one, sorted=True))
-            yield from (swapped, replace(swapped, halves=True))
-            yield replace(swapped, sorted=True)
+            yield from (replace(one, halves=True), replace(swapped, halves=True))
             if down:
                 yield replace(one, sorted=True, halves=True)
+                yield replace(swapped, sorted=True, halves=True)
                 yield replace(one, sorted=True, programs=132, flat=True)
 
 
@@ -164,19 +163,22 @@ def fits(tile: Tile, bt: int, product: str) -> bool:
     return tile.stages * tile.bk * 2 * rows <= SMEM_BYTES - 3072
 
 
+# Rows of a block that are worth a try.
 BLOCKS = {
     1: (16,),
     2: (16,),
     4: (16,),
     8: (16,),
     16: (16,),
+    24: (16, 32),
     32: (16, 32),
-    64: (16, 32, 64),
-    128: (16, 32, 64),
+    48: (16, 32),
+    64: (16, 32),
+    128: (32, 64),
     256: (32, 64),
-    512: (32, 64),
-    1024: (64, 128),
-    2048: (64, 128),
+    512: (64, 128),
+    1024: (128,),
+    2048: (128,),
     4096: (128,),
     8192: (128,),
     16384: (128,),
@@ -290,11 +292,11 @@ def parts(batches: list[Batch], plan: ExpertsPlan) -> None:
     part = torch.randn(ids[0].numel(), HIDDEN, device=DEVICE).to(DTYPE)
     joins = [lambda b=b: fused.join(part, b.routing, experts, plan) for b in batches]
     routes = [
-        lambda b=b: fused.triton_route(b.x, b.layer.router, b.layer.bias, CHOICE, plan.early)
+        lambda b=b: fused.triton_route(b.x, b.layer.router, b.layer.bias, CHOICE, plan)
         for b in batches
     ]
     plain = [lambda b=b: naive_route(b.x, b.layer.router, b.layer.bias, CHOICE) for b in batches]
-    ours, theirs = routes[0](), plain[0]()
+    ours, theirs = routes[0]()[0], plain[0]()
     same = (ours.expert_ids == theirs.expert_ids).float().mean().item()
     print(
         f"  join {time_us(joins):.2f} us, router {time_us(routes):.2f} us (torch "

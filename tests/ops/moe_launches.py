@@ -24,7 +24,7 @@ from vitrail.ops.moe import triton as kernels
 from vitrail.ops.moe.plan import Choice
 from vitrail.ops.moe.tile import ExpertsPlan
 
-NAMES = ("score", "choose", "count", "place", "gather", "up", "down", "join")
+NAMES = ("score", "choose", "lay", "scatter", "up", "down", "join")
 TYPES = {
     torch.bfloat16: "bf16",
     torch.float32: "fp32",

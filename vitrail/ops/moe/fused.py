@@ -16,8 +16,8 @@ from vitrail.config.hardware import Hardware
 from vitrail.ops.moe import triton as kernels
 from vitrail.ops.moe.naive import Routing
 from vitrail.ops.moe.plan import (
+    SORT_ALONE,
     SORT_CHUNK,
-    SORT_PIECE,
     Choice,
     ExpertsShape,
     direct,
@@ -25,7 +25,6 @@ from vitrail.ops.moe.plan import (
     max_blocks,
     power_of_2,
     router_tiles,
-    sort_share,
 )
 from vitrail.ops.moe.tile import ExpertsPlan, Tile
 
@@ -34,12 +33,14 @@ WIDE = 1024  # channels that a program of `join` adds
 
 
 class Placed(NamedTuple):
-    """`rows` [blocks * bt]: slots, S where there is none. `owners` [blocks + 1]: who owns each
-    block, -1 for nobody; the last entry is the number of blocks that are owned. Where slots are
-    placed `direct`ly neither is read."""
+    """`rows` [X * T]: slots by expert, in any order; `counts` [X...]: how many there are. `records`
+    [blocks + 1, 4]: expert (-1: nobody), first row and number of rows of each block; the last one
+    begins with the number of blocks that are owned. With `direct`, only the bound of `blocks`
+    means anything."""
 
     rows: Int[Tensor, "R"]
-    owners: Int[Tensor, "B"]
+    counts: Int[Tensor, "C"]
+    records: Int[Tensor, "B 4"]
     blocks: int
     direct: int
 
@@ -59,8 +60,8 @@ def triton_mixture(
     experts, hidden, inner = down_XMI.shape
     shape = ExpertsShape(hidden, inner, experts, choice.top_k + choice.num_shared)
     plan = experts_plan(len(x_TM), shape, gpu)
-    routing = triton_route(x_TM, router_VM, bias_V, choice, plan.early)
-    return triton_experts(x_TM, routing, gate_up_XFM, down_XMI, plan)
+    routing, placed = triton_route(x_TM, router_VM, bias_V, choice, plan)
+    return triton_experts(x_TM, routing, gate_up_XFM, down_XMI, plan, placed)
 
 
 def triton_route(
@@ -68,18 +69,24 @@ def triton_route(
     router_VM: Float[Tensor, "V M"],
     bias_V: Float[Tensor, "V"],
     choice: Choice,
-    early: bool,
-) -> Routing:
-    """As `naive_route`. `x` is bf16, the router fp32."""
+    plan: ExpertsPlan,
+) -> tuple[Routing, Placed]:
+    """As `naive_route`, placed. `x` is bf16, the router fp32."""
     assert x_TM.dtype == torch.bfloat16, x_TM.dtype
     assert router_VM.dtype == bias_V.dtype == torch.float32, (router_VM.dtype, bias_V.dtype)
     (tokens, hidden), num_experts = x_TM.shape, len(router_VM)
     made, device = router_tiles(tokens, hidden), x_TM.device
     part = torch.empty((made.parts, tokens, num_experts), dtype=torch.float32, device=device)
+    top_k = choice.top_k + choice.num_shared
+    ids_TK = torch.empty((tokens, top_k), dtype=torch.int32, device=device)
+    weights_TK = torch.empty((tokens, top_k), dtype=torch.float32, device=device)
+    all_experts = num_experts + choice.num_shared
+    placed = _room(ids_TK, all_experts, plan)
     _run(
         kernels.score,
         (-(-tokens // made.bt), made.parts),
         part,
+        placed.counts,
         x_TM,
         router_VM,
         tokens,
@@ -91,22 +98,23 @@ def triton_route(
         SPAN=made.span,
         WIDTH=made.width,
         MULTIPLY=tl.bfloat16 if x_TM.is_cuda else tl.float32,
+        COUNTS=power_of_2(all_experts),
         num_warps=4,
         num_stages=3,
-        **_early(early),
+        **_early(plan.early),
     )
-    top_k = choice.top_k + choice.num_shared
-    ids_TK = torch.empty((tokens, top_k), dtype=torch.int32, device=device)
-    weights_TK = torch.empty((tokens, top_k), dtype=torch.float32, device=device)
     _run(
         kernels.choose,
         (tokens,),
         ids_TK,
         weights_TK,
+        placed.rows,
+        placed.counts,
         part,
         bias_V,
         tokens,
         num_experts,
+        tokens,
         choice.scaling,
         SPANS=made.parts,
         ROUTED=choice.top_k,
@@ -114,10 +122,25 @@ def triton_route(
         NORMALIZE=choice.normalize,
         XP=max(32, power_of_2(num_experts)),
         KP=power_of_2(top_k),
+        PLACE=not placed.direct,
         num_warps=1,
-        **_early(early),
+        **_early(plan.early),
     )
-    return Routing(ids_TK, weights_TK)
+    if not placed.direct:
+        _run(
+            kernels.lay,
+            (1,),
+            placed.records,
+            placed.counts,
+            all_experts,
+            placed.blocks,
+            tokens,
+            BT=plan.bt,
+            XP=power_of_2(all_experts),
+            num_warps=8,
+            **_early(plan.early),
+        )
+    return Routing(ids_TK, weights_TK), placed
 
 
 def triton_experts(
@@ -126,12 +149,14 @@ def triton_experts(
     gate_up_XFM: Float[Tensor, "X F M"],
     down_XMI: Float[Tensor, "X M I"],
     plan: ExpertsPlan,
+    placed: Placed | None = None,
 ) -> Float[Tensor, "T M"]:
-    """As `naive_experts`; choices outside [0, X) add nothing. All tensors are contiguous."""
+    """As `naive_experts`; a token chooses an expert at most once, and choices outside [0, X) add
+    nothing. All tensors are contiguous. `placed`: where the router has done so, for `plan.bt`."""
     if not len(x_TM):
         return torch.empty_like(x_TM)
     ids_TK, experts = routing.expert_ids, len(down_XMI)
-    placed = place(ids_TK, experts, plan)
+    placed = placed or place(ids_TK, experts, plan)
     act_RI = run_up(x_TM, gate_up_XFM, ids_TK, placed, plan)
     part_SM = run_down(act_RI, down_XMI, ids_TK, placed, plan)
     return join(part_SM, routing, experts, plan)
@@ -139,37 +164,46 @@ def triton_experts(
 
 def place(expert_ids: Int[Tensor, "T K"], num_experts: int, plan: ExpertsPlan) -> Placed:
     """The batch's slots in blocks of one expert each."""
-    (tokens, _), slots, device = expert_ids.shape, expert_ids.numel(), expert_ids.device
-    how = direct(tokens, slots, num_experts, plan)
-    if how:
-        return Placed(expert_ids, expert_ids, min(slots, num_experts), how)
-    blocks = max_blocks(slots, num_experts, plan.bt)
-    rows = torch.empty(blocks * plan.bt, dtype=torch.int32, device=device)
-    owners = torch.empty(blocks + 1, dtype=torch.int32, device=device)
-    share, counted = sort_share(slots)
-    shares, experts = -(-slots // share), power_of_2(num_experts + 1)
-    counts = torch.empty((shares, experts), dtype=torch.int32, device=device)
-    fixed = {"SHARE": share, "XP": experts, "num_warps": 4, **_early(plan.early)}
-    if counted:
-        _run(kernels.count, (shares,), counts, expert_ids, slots, num_experts, **fixed)
+    slots, placed = expert_ids.numel(), _room(expert_ids, num_experts, plan)
+    if placed.direct:
+        return placed
+    alone = slots <= SORT_ALONE
+    if not alone:
+        placed.counts.zero_()
+    share = -(-slots // SORT_CHUNK) * SORT_CHUNK if alone else SORT_CHUNK
+    fixed = {"BT": plan.bt, "XP": power_of_2(num_experts), **_early(plan.early)}
     _run(
-        kernels.place,
-        (shares,),
-        rows,
-        owners,
-        counts,
+        kernels.scatter,
+        (-(-slots // share),),
+        placed.rows,
+        placed.records,
+        placed.counts,
         expert_ids,
         slots,
         num_experts,
-        blocks,
-        shares,
-        PIECE=SORT_PIECE,
+        placed.blocks,
+        len(expert_ids),
+        SHARE=share,
         CHUNK=SORT_CHUNK,
-        BT=plan.bt,
-        COUNTED=counted,
+        ALONE=alone,
+        num_warps=8,
         **fixed,
     )
-    return Placed(rows, owners, blocks, 0)
+    if not alone:
+        ends = placed.records, placed.counts, num_experts, placed.blocks, len(expert_ids)
+        _run(kernels.lay, (1,), *ends, num_warps=8, **fixed)
+    return placed
+
+
+def _room(expert_ids: Int[Tensor, "T K"], num_experts: int, plan: ExpertsPlan) -> Placed:
+    """Not written yet."""
+    tokens, slots = len(expert_ids), expert_ids.numel()
+    how = direct(tokens, slots, num_experts, plan)
+    blocks = min(slots, num_experts) if how else max_blocks(slots, num_experts, plan.bt)
+    sizes = power_of_2(num_experts), (blocks + 1) * 4, 0 if how else num_experts * tokens
+    pool = torch.empty(sum(sizes), dtype=torch.int32, device=expert_ids.device)
+    counts, records, rows = pool.split(sizes)
+    return Placed(rows, counts, records.view(-1, 4), blocks, how)
 
 
 def run_up(
@@ -181,13 +215,11 @@ def run_up(
 ) -> Float[Tensor, "R I"]:
     """silu(gate x) * up x for the rows of every block that has an owner."""
     hidden, inner, up = x_TM.shape[1], gate_up_XFM.shape[1] // 2, plan.up
-    rows = placed.blocks * plan.bt
-    x = _gathered(x_TM, ids_TK, placed, plan) if up.sorted else x_TM
-    act_RI = x_TM.new_empty((rows, inner))
+    act_RI = x_TM.new_empty((placed.blocks * plan.bt, inner))
     _run(
         kernels.up,
-        _grid(up, placed.blocks, inner),
-        *_rows(x, up, plan),
+        (placed.blocks * -(-inner // up.bn),),
+        x_TM,
         _boxes(gate_up_XFM, up),
         act_RI,
         *_batch(ids_TK, placed, len(gate_up_XFM)),
@@ -196,29 +228,6 @@ def run_up(
         **_options(up, plan, placed, ids_TK.shape[1]),
     )
     return act_RI
-
-
-def _gathered(
-    x_TM: Float[Tensor, "T M"], ids_TK: Int[Tensor, "T K"], placed: Placed, plan: ExpertsPlan
-) -> Float[Tensor, "R M"]:
-    hidden, rows = x_TM.shape[1], placed.blocks * plan.bt
-    x_RM = x_TM.new_empty((rows, hidden))
-    _run(
-        kernels.gather,
-        (rows,),
-        x_RM,
-        x_TM,
-        placed.rows,
-        placed.owners,
-        ids_TK.numel(),
-        M=hidden,
-        K=ids_TK.shape[1],
-        BT=plan.bt,
-        BN=power_of_2(hidden),
-        num_warps=4,
-        **_early(plan.early),
-    )
-    return x_RM
 
 
 def run_down(
@@ -234,13 +243,16 @@ def run_down(
     part_SM = act_RI.new_empty((ids_TK.numel(), hidden))
     _run(
         kernels.down,
-        _grid(down, placed.blocks, hidden),
+        (down.programs or placed.blocks * -(-hidden // down.bn),),
         *_rows(act_RI, down, plan),
         _boxes(down_XMI, down),
         part_SM,
         *_batch(ids_TK, placed, experts),
         M=hidden,
         INNER=inner,
+        SORTED=down.sorted,
+        PROGRAMS=down.programs,
+        FLAT=down.flat,
         AHEAD=down.ahead and plan.early,
         **_options(down, plan, placed, ids_TK.shape[1]),
     )
@@ -278,10 +290,6 @@ def _run(
     kernel[grid](*arguments, **options)
 
 
-def _grid(tile: Tile, blocks: int, channels: int) -> tuple[int]:
-    return (tile.programs or blocks * -(-channels // tile.bn),)
-
-
 def _rows(x: Tensor, tile: Tile, plan: ExpertsPlan) -> tuple[Tensor | TensorDescriptor, ...]:
     """By whole and by half blocks."""
     if not tile.sorted:
@@ -297,7 +305,7 @@ def _boxes(weight: Tensor, tile: Tile) -> TensorDescriptor:
 
 def _batch(ids_TK: Tensor, placed: Placed, experts: int) -> tuple[Tensor | int, ...]:
     tokens, slots = len(ids_TK), ids_TK.numel()
-    return placed.rows, placed.owners, ids_TK, tokens, slots, placed.blocks, experts
+    return placed.rows, placed.records, ids_TK, tokens, slots, placed.blocks, experts
 
 
 def _options(tile: Tile, plan: ExpertsPlan, placed: Placed, top_k: int) -> dict[str, int]:
@@ -308,9 +316,6 @@ def _options(tile: Tile, plan: ExpertsPlan, placed: Placed, top_k: int) -> dict[
         "BN": tile.bn,
         "BK": tile.bk,
         "SWAP": tile.swap,
-        "SORTED": tile.sorted,
-        "PROGRAMS": tile.programs,
-        "FLAT": tile.flat,
         "DIRECT": placed.direct,
         "HALVES": tile.halves and not placed.direct,
         "num_warps": tile.warps,

@@ -15,9 +15,8 @@ ALIGN_BYTES = 16
 ITEM_BYTES = 2  # bf16
 # What a program needs of shared memory beside its stages.
 SPARE_BYTES = 2048
-# Slots that a program of the sort places and counts at once; above so many, a launch of its own
-# counts.
-SORT_PIECE, SORT_CHUNK, SORT_WHOLE = 128, 1024, 4096
+# Slots that a program of the sort takes at once; how many it takes alone.
+SORT_CHUNK, SORT_ALONE = 512, 2048
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,8 +87,7 @@ def router_tiles(tokens: int, hidden: int) -> RouterTiles:
 def direct(tokens: int, slots: int, num_experts: int, plan: ExpertsPlan) -> int:
     """0: slots are placed. Where all tokens fit in one block they need not be; then blocks are
     experts (1), or slots (2) where there are fewer."""
-    tiles = (plan.up, plan.down)
-    if tokens > plan.bt or any(tile.sorted or tile.programs for tile in tiles):
+    if tokens > plan.bt or plan.down.sorted or plan.down.programs:
         return 0
     return 1 if slots > num_experts else 2
 
@@ -98,12 +96,6 @@ def max_blocks(slots: int, num_experts: int, bt: int) -> int:
     """The most blocks of `bt` rows that `slots` choices can take."""
     owners = min(slots, num_experts)
     return (slots + owners * (bt - 1)) // bt
-
-
-def sort_share(slots: int) -> tuple[int, bool]:
-    """Slots that one program of the sort takes, and whether they are counted by a launch before."""
-    pieces = 1 if slots <= 1 << 14 else 2 if slots <= 1 << 16 else 4
-    return pieces * SORT_PIECE, slots > SORT_WHOLE
 
 
 def power_of_2(n: int) -> int:

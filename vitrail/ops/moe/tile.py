@@ -6,11 +6,10 @@ from dataclasses import dataclass
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tile:
     """One product's tiles: BN output channels (of gate and of up each), BK input channels a step.
-    `swap`: weights are the left operand, for few tokens. `sorted`: rows come in blocks, by
-    descriptor; else they are gathered. `programs`: 0, or how many share all tiles, in one loop
-    (`flat`) or two. `split`: warps of their own load (Hopper, with `sorted` and 4 warps, which
-    become 12). `halves`: blocks that are at most half full take half a tile. `ahead` (down, not
-    `sorted`): first weights are loaded before the rows are there."""
+    `swap`: weights are the left operand, for few tokens. `halves`: blocks that are at most half
+    full take half a tile. Of down alone: `sorted`, rows come by descriptor; `programs`, 0 or how
+    many share all tiles, in one loop (`flat`) or two; `ahead`, first weights are loaded before the
+    rows are there."""
 
     bn: int
     bk: int
