@@ -150,6 +150,7 @@ def test_a_mixture_is_its_router_and_its_experts(tokens: int) -> None:
         torch.testing.assert_close(got, want, atol=TOLERANCE, rtol=TOLERANCE)
 
 
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of products with NaN
 def test_states_that_are_no_numbers_stay_with_their_tokens() -> None:
     gate_up, down = weights(10, 64, 24)
     choice = Choice(top_k=3, num_shared=2, normalize=True, scaling=2.446)
