@@ -1,6 +1,6 @@
 """The engine at Kimi-VL-A3B's shape, random weights, no server: rates, idle time, a profile.
 
-    python bench/engine.py [--batches 1,32,256] [--no-profile] [--no-check] [--step-tokens 8192]
+    python bench/engine.py [--batches 1,32,256] [--no-profile] [--no-check]
     python bench/engine.py --tiny        # a small shape on a CPU: a smoke test
 
 Checks first: the same tokens step by step, one step ahead and (on a GPU) from graphs; how many of a
@@ -352,7 +352,6 @@ def measure(engine: Engine, shape: Shape, batches: list[int], args: argparse.Nam
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--batches", default="1,32,256")
-    parser.add_argument("--step-tokens", type=int, default=8192)
     parser.add_argument("--runs", type=int, default=RUNS)
     parser.add_argument("--no-profile", action="store_true")
     parser.add_argument("--no-check", action="store_true")
@@ -363,7 +362,7 @@ def main() -> int:
     batches = [int(b) for b in args.batches.split(",")]
     shape = Shape(TEXT, CONTEXT, OUTPUT, ((1, 8192), (64, 1024)), args.runs)
     vision, image = VISION, IMAGE
-    choices: dict[str, Any] = {"max_model_len": 16384, "max_step_tokens": args.step_tokens}
+    choices: dict[str, Any] = {"max_model_len": 16384}
     if args.tiny:
         shape = Shape(TEXT | TINY, 40, 8, ((1, 100), (4, 30)), args.runs)
         vision, image, batches = VISION | TINY_VISION, 620, [1, 4]
