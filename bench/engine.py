@@ -10,6 +10,7 @@ ids, nothing shared; medians of RUNS after one warm-up. Floors: bytes of the wei
 step reads over 4.2 TB/s; FLOPs over 650 TFLOP/s. Then a profile by kernel group."""
 
 import argparse
+import gc
 import json
 import logging
 import statistics
@@ -374,6 +375,8 @@ def main() -> int:
         began = time.perf_counter()
         engine = build_engine(config, open_checkpoint(folder), None).engine
         print(f"start-up {time.perf_counter() - began:.1f} s")
+    gc.collect()
+    gc.freeze()  # as the server's worker does
     name = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
     print(f"{name}, torch {torch.__version__}, {choices}")
     measure(engine, shape, batches, args)

@@ -17,12 +17,14 @@ Legend: B rows of a graph, M hidden channels."""
 
 import logging
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.cuda import CUDAGraph
 
 from vitrail.attention.metadata import PagedMetadata, Work
 from vitrail.attention.plan import AttentionPlan, PlanTable
@@ -78,7 +80,7 @@ class _Tickets:
 class _Captured:
     """`hidden`: [B, M], `slots`: int64 [B], both overwritten by the next replay."""
 
-    graph: torch.cuda.CUDAGraph
+    graph: CUDAGraph
     hidden: Tensor
     slots: Tensor
 
@@ -113,11 +115,8 @@ class DecodeGraphs:
             try:
                 self._forward(got, tickets, size)  # whatever is made at a first call
                 torch.cuda.synchronize(door.device)
-                graph = torch.cuda.CUDAGraph()
                 with torch.cuda.stream(stream):
-                    graph.capture_begin(pool=pool, capture_error_mode="thread_local")
-                    hidden = self._forward(got, tickets, size)
-                    graph.capture_end()
+                    graph, hidden = _record(lambda: self._forward(got, tickets, size), pool)
             except Exception as error:
                 raise Refused(_failed(size, error)) from error
             slots = got(tickets.slots)
@@ -211,6 +210,21 @@ class DecodeGraphs:
         )
         hidden = p.model.embed(builder.last_tokens.index_select(0, slots))
         return p.model.forward(hidden, context)
+
+
+def _record(forward: Callable[[], Tensor], pool: tuple[int, int]) -> tuple[CUDAGraph, Tensor]:
+    """A graph of what `forward` launches on the current stream, and its result. The stream is as it
+    was where that raises."""
+    graph = CUDAGraph()
+    graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+    try:
+        hidden = forward()
+    except Exception:
+        with suppress(RuntimeError):  # it failed; so does ending it
+            graph.capture_end()
+        raise
+    graph.capture_end()
+    return graph, hidden
 
 
 @dataclass(frozen=True, slots=True)
