@@ -17,8 +17,8 @@ Legend: B rows of a graph, M hidden channels."""
 
 import logging
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -115,8 +115,11 @@ class DecodeGraphs:
             try:
                 self._forward(got, tickets, size)  # whatever is made at a first call
                 torch.cuda.synchronize(door.device)
+                graph = CUDAGraph()
                 with torch.cuda.stream(stream):
-                    graph, hidden = _record(lambda: self._forward(got, tickets, size), pool)
+                    graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+                    with _ended(graph):
+                        hidden = self._forward(got, tickets, size)
             except Exception as error:
                 raise Refused(_failed(size, error)) from error
             slots = got(tickets.slots)
@@ -212,19 +215,16 @@ class DecodeGraphs:
         return p.model.forward(hidden, context)
 
 
-def _record(forward: Callable[[], Tensor], pool: tuple[int, int]) -> tuple[CUDAGraph, Tensor]:
-    """A graph of what `forward` launches on the current stream, and its result. The stream is as it
-    was where that raises."""
-    graph = CUDAGraph()
-    graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+@contextmanager
+def _ended(graph: CUDAGraph) -> Iterator[None]:
+    """The capture ends with the block, also where that raises, so that the stream is as it was."""
     try:
-        hidden = forward()
+        yield
     except Exception:
         with suppress(RuntimeError):  # it failed; so does ending it
             graph.capture_end()
         raise
     graph.capture_end()
-    return graph, hidden
 
 
 @dataclass(frozen=True, slots=True)
