@@ -17,7 +17,7 @@ Legend: B rows of a graph, M hidden channels."""
 
 import logging
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 
@@ -216,7 +216,7 @@ class DecodeGraphs:
 
 
 @contextmanager
-def _ended(graph: CUDAGraph) -> Iterator[None]:
+def _ended(graph: CUDAGraph) -> Generator[None]:
     """The capture ends with the block, also where that raises, so that the stream is as it was."""
     try:
         yield
