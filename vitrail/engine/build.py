@@ -31,6 +31,7 @@ from vitrail.config.model import DType, KvDType, ModelConfig, VisionConfig
 from vitrail.engine.batch import BatchBuilder
 from vitrail.engine.checkpoint import Checkpoint
 from vitrail.engine.encode import ImageEncoder
+from vitrail.engine.encode_graphs import EncodeGraphs
 from vitrail.engine.engine import Engine
 from vitrail.engine.measure import run_worst_steps
 from vitrail.engine.prepare import ServingFacts
@@ -88,10 +89,11 @@ def build_engine(
     patches = _encoder_patches(config, model_config, processor)
     image_plans = _image_plans(config, model, model_config.vision, dtype, patches, hardware)
     _load(config, entry, model_config, model, checkpoint, device, progress)
+    encode_graphs = _encode_graphs(model, image_plans, model_config.vision, patches, device)
     largest = None if processor is None else processor.max_patches
     peak = _measure_encoder(model, image_plans, model_config, dtype, patches, largest, device)
     sizes = _sizes(config, model_config, _specs(config, model), patches, device, peak)
-    engine = _assemble(config, model_config, model, sizes, image_plans, device)
+    engine = _assemble(config, model_config, model, sizes, image_plans, device, encode_graphs)
     log.info(
         "ready in %.1f s: %s on %s in %s, %d KV tokens in %d pages of %s",
         time.perf_counter() - began,
@@ -253,6 +255,21 @@ def _measure_encoder(
     return peak
 
 
+def _encode_graphs(
+    model: Model,
+    plans: PlanTable,
+    vision: VisionConfig | None,
+    patches: int,
+    device: torch.device,
+) -> EncodeGraphs | None:
+    """The tower in graphs, before what they hold is left to the cache; none on a CPU."""
+    if vision is None or not isinstance(model, ImageModel) or device.type != "cuda":
+        return None
+    graphs = EncodeGraphs(model, plans, vision, patches, device)
+    graphs.capture()
+    return graphs
+
+
 def _sizes(
     config: EngineConfig,
     model: ModelConfig,
@@ -308,10 +325,11 @@ def _image_encoder(
     plans: PlanTable,
     pool: EncoderPool,
     device: torch.device,
+    graphs: EncodeGraphs | None,
 ) -> ImageEncoder | None:
     if vision is None or not isinstance(model, ImageModel):
         return None
-    return ImageEncoder(model, plans, pool, device, vision.patch_size)
+    return ImageEncoder(model, plans, pool, device, vision.patch_size, graphs)
 
 
 def _assemble(
@@ -321,6 +339,7 @@ def _assemble(
     sizes: _Sizes,
     image_plans: PlanTable,
     device: torch.device,
+    encode_graphs: EncodeGraphs | None,
 ) -> Engine:
     specs, dtype = _specs(config, model), _dtype(config, model_config, device)
     pool = KvPool(specs, sizes.cache.num_pages, config.page_size, device)
@@ -342,7 +361,9 @@ def _assemble(
         model=model,
         pool=pool,
         encoder_pool=encoder_pool,
-        encoder=_image_encoder(model, model_config.vision, image_plans, encoder_pool, device),
+        encoder=_image_encoder(
+            model, model_config.vision, image_plans, encoder_pool, device, encode_graphs
+        ),
         builder=BatchBuilder(
             max_running=config.max_running,
             max_pages=-(-sizes.max_model_len // config.page_size),
