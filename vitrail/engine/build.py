@@ -31,6 +31,7 @@ from vitrail.config.model import DType, KvDType, ModelConfig, VisionConfig
 from vitrail.engine.batch import BatchBuilder
 from vitrail.engine.checkpoint import Checkpoint
 from vitrail.engine.encode import ImageEncoder
+from vitrail.engine.encode_graphs import EncodeGraphs
 from vitrail.engine.engine import Engine
 from vitrail.engine.floors import Shapes
 from vitrail.engine.graphs import GraphParts, capture_graphs, graph_bytes, graph_sizes
@@ -131,11 +132,14 @@ def build_engine(
     stages.done("plans and kernels of the tower")
     _load(config, entry, model_config, model, checkpoint, device, progress)
     stages.done("weights")
+    encode_graphs = _encode_graphs(model, image_plans, model_config.vision, patches, device)
     largest = None if processor is None else processor.max_patches
     peak = _measure_encoder(model, image_plans, model_config, dtype, patches, largest, device)
     stages.done("measuring the tower")
     sizes = _sizes(config, model_config, _specs(config, model), patches, device, peak)
-    engine = _assemble(config, model_config, model, sizes, image_plans, device, stages)
+    engine = _assemble(
+        config, model_config, model, sizes, image_plans, device, stages, encode_graphs
+    )
     log.info(
         "ready in %s: %s on %s in %s, %d KV tokens in %d pages of %s",
         stages,
@@ -190,7 +194,7 @@ def build_tower(
     plans = _image_plans(config, model, vision, dtype, patches, hardware)
     _load(config, entry, model_config, model, checkpoint, device, None)
     pool = EncoderPool()
-    encoder = ImageEncoder(model, plans, pool, device)
+    encoder = ImageEncoder(model, plans, pool, device, vision.patch_size)
     return Tower(encoder, pool, vision, hardware, device, dtype)
 
 
@@ -347,6 +351,21 @@ def _measure_encoder(
     return peak
 
 
+def _encode_graphs(
+    model: Model,
+    plans: PlanTable,
+    vision: VisionConfig | None,
+    patches: int,
+    device: torch.device,
+) -> EncodeGraphs | None:
+    """The tower in graphs, before what they hold is left to the cache; none on a CPU."""
+    if vision is None or not isinstance(model, ImageModel) or device.type != "cuda":
+        return None
+    graphs = EncodeGraphs(model, plans, vision, patches, device)
+    graphs.capture()
+    return graphs
+
+
 def _sizes(
     config: EngineConfig,
     model: ModelConfig,
@@ -403,10 +422,11 @@ def _image_encoder(
     plans: PlanTable,
     pool: EncoderPool,
     device: torch.device,
+    graphs: EncodeGraphs | None,
 ) -> ImageEncoder | None:
     if vision is None or not isinstance(model, ImageModel):
         return None
-    return ImageEncoder(model, plans, pool, device, vision.patch_size)
+    return ImageEncoder(model, plans, pool, device, vision.patch_size, graphs)
 
 
 def _assemble(
@@ -417,6 +437,7 @@ def _assemble(
     image_plans: PlanTable,
     device: torch.device,
     stages: _Stages,
+    encode_graphs: EncodeGraphs | None,
 ) -> Engine:
     specs, dtype = _specs(config, model), _dtype(config, model_config, device)
     graphs = graph_sizes(config, device)
@@ -440,7 +461,9 @@ def _assemble(
         model=model,
         pool=pool,
         encoder_pool=encoder_pool,
-        encoder=_image_encoder(model, model_config.vision, image_plans, encoder_pool, device),
+        encoder=_image_encoder(
+            model, model_config.vision, image_plans, encoder_pool, device, encode_graphs
+        ),
         builder=builder,
         sampler=Sampler(
             config.max_running,
