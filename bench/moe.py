@@ -22,7 +22,7 @@ from vitrail.ops.moe import fused
 from vitrail.ops.moe.grouped import grouped_experts
 from vitrail.ops.moe.naive import Routing, naive_experts, naive_route
 from vitrail.ops.moe.plan import Choice, ExpertsShape, direct, experts_plan
-from vitrail.ops.moe.tile import ExpertsPlan, Tile
+from vitrail.ops.moe.tile import ExpertsPlan, Joined, Tile
 
 DEVICE, DTYPE = torch.device("cuda"), torch.bfloat16
 HIDDEN, INNER, ROUTED, TOP_K, SHARED = 2048, 1408, 64, 6, 2
@@ -206,7 +206,7 @@ def one_product(batch: Batch, bt: int, product: str, tile: Tile) -> Callable[[],
     if product == "up":
         return lambda: fused.run_up(x, layer.gate_up, ids, placed, plan)
     act = torch.randn(placed.blocks * bt, INNER, device=DEVICE).to(DTYPE)
-    return lambda: fused.run_down(act, layer.down, ids, placed, plan)
+    return lambda: fused.run_down(act, layer.down, ids, placed, tile, plan)
 
 
 def compile_share(index: int, of: int, sizes: Sequence[int]) -> None:
@@ -258,6 +258,9 @@ def shown(tile: Tile) -> str:
 
 def tune(batches: list[Batch]) -> None:
     tokens = len(batches[0].x)
+    for bn, warps in ((1, 2), (1, 4), (2, 4), (2, 8)) if tokens <= 2 else ():
+        up, down = Tile(bn=64, bk=64, stages=4, warps=4), Joined(bn=bn, warps=warps)
+        measure(f"joined {bn} {warps} warps", batches, ExpertsPlan(bt=16, up=up, down=down))
     for bt in BLOCKS[tokens]:
         for product, share in PRODUCTS.items():
             found: list[tuple[float, Tile]] = []
@@ -317,7 +320,8 @@ def case(layers: list[Layer], tokens: int, tuned: bool) -> None:
         tune(whole)
     plan = experts_plan(tokens, ExpertsShape(HIDDEN, INNER, ROUTED + SHARED, TOP_K + SHARED), gpu)
     measure("routed", routed, plan)
-    measure("routed, one after the other", routed, replace(plan, early=False))
+    if tuned:
+        measure("routed, one after the other", routed, replace(plan, early=False))
     measure("with shared", whole, plan)
     layer_calls = [
         lambda b=b: fused.triton_mixture(

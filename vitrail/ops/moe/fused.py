@@ -26,10 +26,10 @@ from vitrail.ops.moe.plan import (
     power_of_2,
     router_tiles,
 )
-from vitrail.ops.moe.tile import ExpertsPlan, Tile
+from vitrail.ops.moe.tile import ExpertsPlan, Joined, Tile
 
-ROUTER_BK = 64
-WIDE = 1024  # channels that a program of `join` adds
+ROUTER_BK = 64  # channels of a span that are multiplied at once
+WIDE = 1024  # channels that a program of `moe_join` adds
 
 
 class Placed(NamedTuple):
@@ -83,7 +83,7 @@ def triton_route(
     all_experts = num_experts + choice.num_shared
     placed = _room(ids_TK, all_experts, plan)
     _run(
-        kernels.score,
+        kernels.moe_score,
         (-(-tokens // made.bt), made.parts),
         part,
         placed.counts,
@@ -104,7 +104,7 @@ def triton_route(
         **_early(plan.early),
     )
     _run(
-        kernels.choose,
+        kernels.moe_choose,
         (tokens,),
         ids_TK,
         weights_TK,
@@ -128,7 +128,7 @@ def triton_route(
     )
     if not placed.direct:
         _run(
-            kernels.lay,
+            kernels.moe_lay,
             (1,),
             placed.records,
             placed.counts,
@@ -158,7 +158,9 @@ def triton_experts(
     ids_TK, experts = routing.expert_ids, len(down_XMI)
     placed = placed or place(ids_TK, experts, plan)
     act_RI = run_up(x_TM, gate_up_XFM, ids_TK, placed, plan)
-    part_SM = run_down(act_RI, down_XMI, ids_TK, placed, plan)
+    if isinstance(plan.down, Joined):
+        return run_down_join(act_RI, down_XMI, routing, plan.down, plan)
+    part_SM = run_down(act_RI, down_XMI, ids_TK, placed, plan.down, plan)
     return join(part_SM, routing, experts, plan)
 
 
@@ -173,7 +175,7 @@ def place(expert_ids: Int[Tensor, "T K"], num_experts: int, plan: ExpertsPlan) -
     share = -(-slots // SORT_CHUNK) * SORT_CHUNK if alone else SORT_CHUNK
     fixed = {"BT": plan.bt, "XP": power_of_2(num_experts), **_early(plan.early)}
     _run(
-        kernels.scatter,
+        kernels.moe_scatter,
         (-(-slots // share),),
         placed.rows,
         placed.records,
@@ -191,7 +193,7 @@ def place(expert_ids: Int[Tensor, "T K"], num_experts: int, plan: ExpertsPlan) -
     )
     if not alone:
         ends = placed.records, placed.counts, num_experts, placed.blocks, len(expert_ids)
-        _run(kernels.lay, (1,), *ends, num_warps=8, **fixed)
+        _run(kernels.moe_lay, (1,), *ends, num_warps=8, **fixed)
     return placed
 
 
@@ -217,7 +219,7 @@ def run_up(
     hidden, inner, up = x_TM.shape[1], gate_up_XFM.shape[1] // 2, plan.up
     act_RI = x_TM.new_empty((placed.blocks * plan.bt, inner))
     _run(
-        kernels.up,
+        kernels.moe_up,
         (placed.blocks * -(-inner // up.bn),),
         x_TM,
         _boxes(gate_up_XFM, up),
@@ -235,14 +237,14 @@ def run_down(
     down_XMI: Float[Tensor, "X M I"],
     ids_TK: Int[Tensor, "T K"],
     placed: Placed,
+    down: Tile,
     plan: ExpertsPlan,
 ) -> Float[Tensor, "S M"]:
     """Each slot's expert's output."""
     experts, hidden, inner = down_XMI.shape
-    down = plan.down
     part_SM = act_RI.new_empty((ids_TK.numel(), hidden))
     _run(
-        kernels.down,
+        kernels.moe_down,
         (down.programs or placed.blocks * -(-hidden // down.bn),),
         *_rows(act_RI, down, plan),
         _boxes(down_XMI, down),
@@ -259,6 +261,43 @@ def run_down(
     return part_SM
 
 
+def run_down_join(
+    act_RI: Float[Tensor, "R I"],
+    down_XMI: Float[Tensor, "X M I"],
+    routing: Routing,
+    down: Joined,
+    plan: ExpertsPlan,
+) -> Float[Tensor, "T M"]:
+    """`run_down` and `join` of few tokens."""
+    experts, hidden, inner = down_XMI.shape
+    (tokens, top_k), slots = routing.expert_ids.shape, routing.expert_ids.numel()
+    most = 1 << inner.bit_length() - 1
+    out_TM = act_RI.new_empty((tokens, hidden))
+    _run(
+        kernels.moe_down_join,
+        (-(-hidden // down.bn), tokens),
+        out_TM,
+        act_RI,
+        down_XMI,
+        routing.expert_ids,
+        routing.weights,
+        slots,
+        experts,
+        M=hidden,
+        INNER=inner,
+        K=top_k,
+        KP=power_of_2(top_k),
+        SP=power_of_2(slots),
+        BT=plan.bt,
+        BN=down.bn,
+        D1=most,
+        D2=power_of_2(max(16, inner - most)),
+        num_warps=down.warps,
+        **_early(plan.early),
+    )
+    return out_TM
+
+
 def join(
     part_SM: Float[Tensor, "S M"], routing: Routing, num_experts: int, plan: ExpertsPlan
 ) -> Float[Tensor, "T M"]:
@@ -267,7 +306,7 @@ def join(
     out_TM = part_SM.new_empty((tokens, hidden))
     width = min(power_of_2(hidden), WIDE)
     _run(
-        kernels.join,
+        kernels.moe_join,
         (tokens, -(-hidden // width)),
         out_TM,
         part_SM,

@@ -28,10 +28,19 @@ class Tile:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Joined:
+    """Down and the weighted sum in one, for so few tokens that each reads its experts by itself: BN
+    output channels of one token a program."""
+
+    bn: int
+    warps: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertsPlan:
     """`bt`: rows of a block. `early`: each launch may start while the one before it runs."""
 
     bt: int
     up: Tile
-    down: Tile
+    down: Tile | Joined
     early: bool = True

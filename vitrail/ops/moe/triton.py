@@ -1,14 +1,16 @@
-"""The mixture of experts on a GPU. `score` and `choose` are the router, which also puts each
-(token, choice) slot in the rows of its expert; `scatter` does so for choices that come from
-elsewhere. `lay` cuts the rows in blocks. `up` and `down` run a block and a tile of channels a
-program; `join` adds a token's choices in their order. Nothing is read back: grids are bounds, and
-programs beyond the blocks end.
+"""The mixture of experts on a GPU. `moe_score` and `moe_choose` are the router, which also puts
+each (token, choice) slot in the rows of its expert; `moe_scatter` does so for choices that come
+from elsewhere. `moe_lay` cuts the rows in blocks. `moe_up` and `moe_down` run a block and a tile of
+channels a program; `moe_join` adds a token's choices in their order. Nothing is read back: grids
+are bounds, and programs beyond the blocks end.
 
     slots  | t0k0 t0k1 | t1k0 t1k1 | ...               slot = token * K + choice
     rows   | expert 0: s3 s1 -  - | expert 1: s0 ...   CAP rows an expert, the first counts[e] set
     blocks | expert, first row, rows | ... | their number in the last record
 
 The order of slots within an expert's rows is any: what comes of a row depends on that row alone.
+
+Where tokens are very few, `moe_down_join` is both: a program owns its channels over all choices.
 
 Few tokens (at most BT) need no placing: a token's row is its number, and a block is an expert's
 (DIRECT 1: as many blocks as experts) or a slot's (DIRECT 2: as many as slots; the first slot that
@@ -31,49 +33,70 @@ SIZES = ["tokens", "slots", "num_experts", "max_blocks", "cap"]
 FIELDS = tl.constexpr(4)  # of a block's record, the last unused
 
 
+@triton.jit
+def _add_exact(acc, w, x_KT, MULTIPLY: tl.constexpr):
+    """acc + w x: an fp32 weight is the sum of three bf16, `x` is bf16, so products are exact."""
+    high = w.to(tl.bfloat16)
+    rest = w - high.to(tl.float32)
+    middle = rest.to(tl.bfloat16)
+    low = (rest - middle.to(tl.float32)).to(tl.bfloat16)
+    acc = tl.dot(low.to(MULTIPLY), x_KT, acc)
+    acc = tl.dot(middle.to(MULTIPLY), x_KT, acc)
+    return tl.dot(high.to(MULTIPLY), x_KT, acc)
+
+
 @triton.jit(do_not_specialize=SIZES)
-def score(
+def moe_score(
     part, counts, x, router, tokens, num_experts,
     M: tl.constexpr, BT: tl.constexpr, XP: tl.constexpr, BK: tl.constexpr, SPAN: tl.constexpr,
     WIDTH: tl.constexpr, MULTIPLY: tl.constexpr, COUNTS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """part[j, t, x] = router[x] . x[t] over the WIDTH channels from j * WIDTH on: exact products
-    (an fp32 weight is the sum of three bf16, x is bf16), summed in fp32 over each SPAN, then over
-    spans in their order, so that how many are summed here changes nothing. Program (i, j): BT
-    tokens. MULTIPLY: the products' operands' type, fp32 where there is no device. Also sets COUNTS
-    counts to 0, for `choose`."""
+    """part[j, t, x] = router[x] . x[t] over the WIDTH channels from j * WIDTH on, summed in fp32
+    over each SPAN, then over spans in their order, so that how many are summed here changes
+    nothing. Program (i, j): BT tokens. MULTIPLY: the products' operands' type, fp32 where there is
+    no device. Also sets COUNTS counts to 0, for `moe_choose`. WIDTH of one SPAN or all."""
     xs = tl.arange(0, XP)
     t = tl.program_id(0) * BT + tl.arange(0, BT)
     k = tl.program_id(1) * WIDTH + tl.arange(0, BK)
+    known = (xs < num_experts)[:, None]
+    live = (t < tokens)[:, None]
     w_at = router + xs[:, None] * M + k[None, :]
     x_at = x + t.to(tl.int64)[:, None] * M + k[None, :]
-    acc = tl.zeros([XP, BT], tl.float32)
     total = tl.zeros([XP, BT], tl.float32)
-    if EARLY:
-        gdc_wait()
-        gdc_launch_dependents()
+    if WIDTH == SPAN and WIDTH <= 2 * BK:
+        w = tl.load(w_at, mask=known & (k < M)[None, :], other=0.0)  # no kernel writes these
+        if WIDTH > BK:
+            w2 = tl.load(w_at + BK, mask=known & (BK + k < M)[None, :], other=0.0)
+        if EARLY:
+            gdc_wait()
+            gdc_launch_dependents()
+        x_KT = tl.load(x_at, mask=live & (k < M)[None, :], other=0.0).T.to(MULTIPLY)
+        if WIDTH > BK:
+            x2_KT = tl.load(x_at + BK, mask=live & (BK + k < M)[None, :], other=0.0).T.to(MULTIPLY)
+        total = _add_exact(total, w, x_KT, MULTIPLY)
+        if WIDTH > BK:
+            total = _add_exact(total, w2, x2_KT, MULTIPLY)
+    else:
+        if EARLY:
+            gdc_wait()
+            gdc_launch_dependents()
+        acc = tl.zeros([XP, BT], tl.float32)
+        for k0 in range(0, WIDTH, BK):
+            inside = (k0 + k < M)[None, :]
+            w = tl.load(w_at + k0, mask=inside & known, other=0.0)
+            x_KT = tl.load(x_at + k0, mask=inside & live, other=0.0).T.to(MULTIPLY)
+            acc = _add_exact(acc, w, x_KT, MULTIPLY)
+            if (k0 + BK) % SPAN == 0:
+                total += acc
+                acc = tl.zeros([XP, BT], tl.float32)
     if tl.program_id(0) + tl.program_id(1) == 0:
         tl.store(counts + tl.arange(0, COUNTS), tl.zeros([COUNTS], tl.int32))
-    for k0 in range(0, WIDTH, BK):
-        inside = (k0 + k < M)[None, :]
-        w = tl.load(w_at + k0, mask=inside & (xs < num_experts)[:, None], other=0.0)
-        x_KT = tl.load(x_at + k0, mask=inside & (t < tokens)[:, None], other=0.0).T.to(MULTIPLY)
-        high = w.to(tl.bfloat16)
-        rest = w - high.to(tl.float32)
-        middle = rest.to(tl.bfloat16)
-        low = (rest - middle.to(tl.float32)).to(tl.bfloat16)
-        acc = tl.dot(low.to(MULTIPLY), x_KT, acc)
-        acc = tl.dot(middle.to(MULTIPLY), x_KT, acc)
-        acc = tl.dot(high.to(MULTIPLY), x_KT, acc)
-        if (k0 + BK) % SPAN == 0:
-            total += acc
-            acc = tl.zeros([XP, BT], tl.float32)
     at = part + ((tl.program_id(1) * tokens).to(tl.int64) + t)[:, None] * num_experts + xs[None, :]
-    tl.store(at, total.T, mask=(t < tokens)[:, None] & (xs < num_experts)[None, :])
+    tl.store(at, total.T, mask=live & (xs < num_experts)[None, :])
 
 
 @triton.jit(do_not_specialize=SIZES)
-def choose(
+def moe_choose(
     ids, weights, rows, counts, part, bias, tokens, num_experts, cap, scaling,
     SPANS: tl.constexpr, ROUTED: tl.constexpr, SHARED: tl.constexpr, NORMALIZE: tl.constexpr,
     XP: tl.constexpr, KP: tl.constexpr, PLACE: tl.constexpr, EARLY: tl.constexpr,
@@ -141,7 +164,7 @@ def _lay(blocks, counts, num_experts, max_blocks, cap, BT: tl.constexpr, XP: tl.
 
 
 @triton.jit(do_not_specialize=SIZES)
-def lay(
+def moe_lay(
     blocks, counts, num_experts, max_blocks, cap,
     BT: tl.constexpr, XP: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
@@ -153,7 +176,7 @@ def lay(
 
 
 @triton.jit(do_not_specialize=SIZES)
-def scatter(
+def moe_scatter(
     rows, blocks, counts, ids, slots, num_experts, max_blocks, cap,
     SHARE: tl.constexpr, CHUNK: tl.constexpr, BT: tl.constexpr, XP: tl.constexpr,
     ALONE: tl.constexpr, EARLY: tl.constexpr,
@@ -294,7 +317,7 @@ def _down_tile(
 
 
 @triton.jit(do_not_specialize=SIZES)
-def up(
+def moe_up(
     x, gate_up, act, rows, blocks, ids, tokens, slots, max_blocks, num_experts,
     M: tl.constexpr, INNER: tl.constexpr, K: tl.constexpr, KP: tl.constexpr,
     BT: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
@@ -328,17 +351,17 @@ def up(
 
 
 @triton.jit(do_not_specialize=SIZES)
-def down(
+def moe_down(
     act, act_half, weights, part, rows, blocks, ids, tokens, slots, max_blocks, num_experts,
     M: tl.constexpr, INNER: tl.constexpr, K: tl.constexpr, KP: tl.constexpr,
     BT: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     SWAP: tl.constexpr, SORTED: tl.constexpr, PROGRAMS: tl.constexpr, FLAT: tl.constexpr,
     DIRECT: tl.constexpr, HALVES: tl.constexpr, AHEAD: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """As `up`, from act [blocks * BT, I] to part [S, M]. SORTED: `act` and `act_half` are
+    """As `moe_up`, from act [blocks * BT, I] to part [S, M]. SORTED: `act` and `act_half` are
     descriptors of whole and half blocks of rows. PROGRAMS 0: one tile a program, else so many
     programs share them, in one loop (FLAT) or two. AHEAD (with EARLY): who owns a block was known
-    before `up` began, which asked for this launch after its own wait."""
+    before `moe_up` began, which asked for this launch after its own wait."""
     if EARLY and not AHEAD:
         gdc_wait()
         gdc_launch_dependents()
@@ -375,7 +398,7 @@ def down(
 
 
 @triton.jit(do_not_specialize=SIZES)
-def join(
+def moe_join(
     out, part, ids, weights, num_experts,
     M: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, BN: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
@@ -394,3 +417,43 @@ def join(
     value = tl.load(at, mask=chosen[:, None] & (n < M)[None, :], other=0.0).to(tl.float32)
     total = tl.sum(value * weight[:, None], 0)
     tl.store(out + token * M + n, total.to(out.dtype.element_ty), mask=n < M)
+
+
+@triton.jit(do_not_specialize=SIZES)
+def moe_down_join(
+    out, act, down, ids, weights, slots, num_experts,
+    M: tl.constexpr, INNER: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, SP: tl.constexpr,
+    BT: tl.constexpr, BN: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """out[t, n] = sum over k of weights[t, k] * down[expert, n] . act[its row], in fp32, for the BN
+    channels of program (i, t). Rows are direct, blocks are slots (at most SP). All of the program's
+    weights, [KP, BN, D1 + D2], are asked for before `act` is waited for: who chose what was known
+    before `moe_up` began."""
+    t = tl.program_id(1)
+    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    k = tl.arange(0, KP)
+    d1 = tl.arange(0, D1)
+    d2 = D1 + tl.arange(0, D2)
+    expert = tl.load(ids + t * K + k, mask=k < K, other=-1).to(tl.int32)
+    chosen = (expert >= 0) & (expert < num_experts)
+    weight = tl.load(weights + t * K + k, mask=chosen, other=0.0)
+    s = tl.arange(0, SP)
+    others = tl.load(ids + s, mask=s < slots, other=-1).to(tl.int32)
+    block = tl.min(tl.where(others[None, :] == expert[:, None], s[None, :], SP - 1), 1)
+    row = down + (expert.to(tl.int64)[:, None] * M + n[None, :])[:, :, None] * INNER
+    there = chosen[:, None, None] & (n < M)[None, :, None]
+    down1 = tl.load(row + d1[None, None, :], mask=there, other=0.0, cache_modifier=".cg")
+    there = there & (d2 < INNER)[None, None, :]
+    down2 = tl.load(row + d2[None, None, :], mask=there, other=0.0, cache_modifier=".cg")
+    if EARLY:
+        gdc_wait()
+        gdc_launch_dependents()
+    at = act + (block * BT + t)[:, None] * INNER
+    act1 = tl.load(at + d1[None, :], mask=chosen[:, None], other=0.0)
+    act2 = tl.load(at + d2[None, :], mask=chosen[:, None] & (d2 < INNER)[None, :], other=0.0)
+    act1 = act1.to(tl.float32) * weight[:, None]
+    act2 = act2.to(tl.float32) * weight[:, None]
+    sum1 = tl.sum(down1.to(tl.float32) * act1[:, None, :], 0)
+    sum2 = tl.sum(down2.to(tl.float32) * act2[:, None, :], 0)
+    total = tl.sum(sum1, 1) + tl.sum(sum2, 1)
+    tl.store(out + t * M + n, total.to(out.dtype.element_ty), mask=n < M)
