@@ -87,10 +87,10 @@ def router_tiles(tokens: int, hidden: int) -> RouterTiles:
     token's scores do not depend on it: apart for few tokens, in turn for many."""
     span = -(-hidden // (16 * 64)) * 64
     spans = -(-hidden // span)
-    if tokens <= 1024:
-        return RouterTiles(16 if tokens <= 16 else 32, span, spans, span)
-    bt = 16 if tokens <= 2048 else 32 if tokens <= 4096 else 64
-    return RouterTiles(bt, span, 1, spans * span)
+    if tokens <= 4096:
+        bt = 16 if tokens <= 16 else 32 if tokens <= 1024 else 64
+        return RouterTiles(bt, span, spans, span)
+    return RouterTiles(64, span, 1, spans * span)
 
 
 def direct(tokens: int, slots: int, num_experts: int, plan: ExpertsPlan) -> int:
