@@ -1,6 +1,6 @@
 """`EngineConfig`: every choice a user has about an engine, validated once and never changed.
 
-At most 24 fields (a test holds it); command-line flags are generated from it, so `help` metadata is
+At most 25 fields (a test holds it); command-line flags are generated from it, so `help` metadata is
 the documentation. What can be derived is derived in a plan, not here.
 """
 
@@ -42,7 +42,10 @@ class EngineConfig:
     )
     max_running: int = _opt(256, "requests computed at once")
     max_waiting: int = _opt(4096, "requests queued before new ones get 503")
-    max_step_tokens: int = _opt(2048, "tokens computed in one step (prefill chunks + decodes)")
+    max_step_tokens: int | None = _opt(
+        None,
+        "tokens computed in one step (prefill chunks + decodes); default 2048, 8192 on a GPU",
+    )
     page_size: int = _opt(64, "tokens a page of the KV cache holds")
     kv_cache_bytes: int | None = _opt(
         None, "KV cache size; default 1 GiB on a CPU, what is left on a GPU"
@@ -57,6 +60,9 @@ class EngineConfig:
     encoder_cache_bytes: int = _opt(GIB // 4, "cache of encoded images")
     prefix_cache: bool = _opt(True, "reuse the KV of shared prompt prefixes")
     step_ahead: bool = _opt(True, "launch a step before the previous one's tokens are read")
+    cuda_graphs: int | None = _opt(
+        None, "most decodes of a step that is one CUDA graph; 0: none; default max_running"
+    )
     attention: str | None = _opt(
         None,
         "attention backend of every phase, or refused (cute, fa4 have some alone); default the "
@@ -92,6 +98,7 @@ def validate(config: EngineConfig) -> list[Finding]:
         "max_model_len": 2,
         "kv_cache_bytes": 1,
         "encoder_patches": 1,
+        "cuda_graphs": 0,
     }
     for name, value in asdict(config).items():
         if name in minimum and value is not None and value < minimum[name]:
@@ -123,7 +130,20 @@ def validate(config: EngineConfig) -> list[Finding]:
                 change="pass --page-size 64",
             )
         )
-    return found
+    return [*found, *_graph_findings(config)]
+
+
+def _graph_findings(config: EngineConfig) -> list[Finding]:
+    if config.device != "cpu" or not config.cuda_graphs:
+        return []
+    return [
+        Finding(
+            where="cuda_graphs",
+            saw=f"{config.cuda_graphs} on a CPU",
+            rule="graphs are captured on a CUDA device",
+            change="leave --cuda-graphs out, or pass --device cuda",
+        )
+    ]
 
 
 def plan_frames(config: EngineConfig, published: int | None) -> int | list[Finding]:

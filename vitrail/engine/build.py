@@ -16,7 +16,7 @@ from torch import nn
 
 from vitrail.attention.installed import releases
 from vitrail.attention.plan import PlanLimits, PlanTable, make_table
-from vitrail.attention.shape import Phase
+from vitrail.attention.shape import AttentionSite, Phase
 from vitrail.attention.warm import warm
 from vitrail.cache.budget import CacheBudget, plan_cache
 from vitrail.cache.encoder import EncoderCache
@@ -31,8 +31,12 @@ from vitrail.config.model import DType, KvDType, ModelConfig, VisionConfig
 from vitrail.engine.batch import BatchBuilder
 from vitrail.engine.checkpoint import Checkpoint
 from vitrail.engine.encode import ImageEncoder
+from vitrail.engine.encode_graphs import EncodeGraphs
 from vitrail.engine.engine import Engine
+from vitrail.engine.floors import Shapes
+from vitrail.engine.graphs import GraphParts, capture_graphs, graph_bytes, graph_sizes
 from vitrail.engine.measure import run_worst_steps
+from vitrail.engine.parcel import Door
 from vitrail.engine.prepare import ServingFacts
 from vitrail.engine.runner import Runner, RunnerParts
 from vitrail.engine.sampler import Sampler
@@ -45,6 +49,8 @@ from vitrail.weights import headers, load
 from vitrail.weights.plan import resolve
 
 log = logging.getLogger("vitrail.engine")
+# Tokens of a step where nobody says.
+GPU_STEP_TOKENS, CPU_STEP_TOKENS = 8192, 2048
 # Patches encoded in a step where no processor says how large an image can be.
 DEFAULT_ENCODER_PATCHES = 16_384
 # GPU memory left to the forward pass beside weights, encoder and pages.
@@ -56,6 +62,41 @@ class Built(NamedTuple):
 
     engine: Engine
     facts: ServingFacts
+
+
+class Tower(NamedTuple):
+    """A vision tower that is ready alone, for measurements: `encoder` fills `pool`."""
+
+    encoder: ImageEncoder
+    pool: EncoderPool
+    vision: VisionConfig
+    hardware: Hardware
+    device: torch.device
+    dtype: DType
+
+
+class Placed(NamedTuple):
+    """What a configuration computes, in which types, and where."""
+
+    shapes: Shapes
+    hardware: Hardware
+    device: torch.device
+
+
+class _Stages:
+    """Seconds of each stage of a start-up, in order."""
+
+    def __init__(self) -> None:
+        self._began = self._last = time.perf_counter()
+        self._took: list[str] = []
+
+    def done(self, name: str) -> None:
+        now = time.perf_counter()
+        self._took.append(f"{name} {now - self._last:.1f}")
+        self._last = now
+
+    def __str__(self) -> str:
+        return f"{self._last - self._began:.1f} s ({', '.join(self._took)})"
 
 
 class _Sizes(NamedTuple):
@@ -74,7 +115,7 @@ def build_engine(
 ) -> Built:
     """Raises `Refused` with every finding of the first stage that has any: choices, config.json,
     weights (headers), attention plans, cache size. Weights are read after all but the last."""
-    began = time.perf_counter()
+    stages = _Stages()
     found = errors(validate(config))
     if found:
         raise Refused(found)
@@ -88,14 +129,20 @@ def build_engine(
         model = entry.build(model_config, dtype)
     patches = _encoder_patches(config, model_config, processor)
     image_plans = _image_plans(config, model, model_config.vision, dtype, patches, hardware)
+    stages.done("plans and kernels of the tower")
     _load(config, entry, model_config, model, checkpoint, device, progress)
+    stages.done("weights")
+    encode_graphs = _encode_graphs(model, image_plans, model_config.vision, patches, device)
     largest = None if processor is None else processor.max_patches
     peak = _measure_encoder(model, image_plans, model_config, dtype, patches, largest, device)
+    stages.done("measuring the tower")
     sizes = _sizes(config, model_config, _specs(config, model), patches, device, peak)
-    engine = _assemble(config, model_config, model, sizes, image_plans, device)
+    engine = _assemble(
+        config, model_config, model, sizes, image_plans, device, stages, encode_graphs
+    )
     log.info(
-        "ready in %.1f s: %s on %s in %s, %d KV tokens in %d pages of %s",
-        time.perf_counter() - began,
+        "ready in %s: %s on %s in %s, %d KV tokens in %d pages of %s",
+        stages,
         checkpoint.architecture,
         hardware.name,
         dtype,
@@ -113,8 +160,51 @@ def build_engine(
         kv_tokens=sizes.cache.num_tokens,
         patch_rules=None if vision is None else vision.rules,
         video_frames=frames,
+        encoder_resizes=device.type == "cuda",
     )
     return Built(engine, facts)
+
+
+def build_tower(
+    config: EngineConfig, checkpoint: Checkpoint, processor: ImageProcessor | None
+) -> Tower:
+    """The encoder of a vision model, as `build_engine` makes it, without an engine around it.
+    Raises `Refused`, for a model without a tower too."""
+    found = errors(validate(config))
+    if found:
+        raise Refused(found)
+    device = _device(config)
+    hardware = _hardware(device)
+    entry = load_entry(checkpoint.architecture)
+    model_config = accept(entry.read_config(checkpoint.config, checkpoint.generation))
+    dtype = _dtype(config, model_config, device)
+    with torch.device("meta"):
+        model = entry.build(model_config, dtype)
+    vision = model_config.vision
+    if vision is None or not isinstance(model, ImageModel):
+        raise Refused(
+            Finding(
+                where="model",
+                saw=f"{checkpoint.architecture}, which takes text alone",
+                rule="a model with a vision tower",
+                change="give a vision model",
+            )
+        )
+    patches = _encoder_patches(config, model_config, processor)
+    plans = _image_plans(config, model, vision, dtype, patches, hardware)
+    _load(config, entry, model_config, model, checkpoint, device, None)
+    pool = EncoderPool()
+    encoder = ImageEncoder(model, plans, pool, device, vision.patch_size)
+    return Tower(encoder, pool, vision, hardware, device, dtype)
+
+
+def placed(config: EngineConfig, checkpoint: Checkpoint) -> Placed:
+    """As `build_engine` would decide. Raises `Refused`."""
+    device, entry = _device(config), load_entry(checkpoint.architecture)
+    model = accept(entry.read_config(checkpoint.config, checkpoint.generation))
+    dtype = _dtype(config, model, device)
+    shapes = Shapes(model=model, dtype=dtype, kv_dtype=_kv_dtype(config) or dtype)
+    return Placed(shapes, _hardware(device), device)
 
 
 def _device(config: EngineConfig) -> torch.device:
@@ -261,6 +351,21 @@ def _measure_encoder(
     return peak
 
 
+def _encode_graphs(
+    model: Model,
+    plans: PlanTable,
+    vision: VisionConfig | None,
+    patches: int,
+    device: torch.device,
+) -> EncodeGraphs | None:
+    """The tower in graphs, before what they hold is left to the cache; none on a CPU."""
+    if vision is None or not isinstance(model, ImageModel) or device.type != "cuda":
+        return None
+    graphs = EncodeGraphs(model, plans, vision, patches, device)
+    graphs.capture()
+    return graphs
+
+
 def _sizes(
     config: EngineConfig,
     model: ModelConfig,
@@ -307,7 +412,21 @@ def _kv_bytes(config: EngineConfig, device: torch.device, encoder_peak: int) -> 
         return GIB
     free, total = torch.cuda.mem_get_info(device)
     kept = int(total * (1 - config.memory_fraction))
-    return free - kept - encoder_peak - config.encoder_cache_bytes - WORKSPACE_BYTES
+    others = encoder_peak + config.encoder_cache_bytes + graph_bytes(graph_sizes(config, device))
+    return free - kept - others - WORKSPACE_BYTES
+
+
+def _image_encoder(
+    model: Model,
+    vision: VisionConfig | None,
+    plans: PlanTable,
+    pool: EncoderPool,
+    device: torch.device,
+    graphs: EncodeGraphs | None,
+) -> ImageEncoder | None:
+    if vision is None or not isinstance(model, ImageModel):
+        return None
+    return ImageEncoder(model, plans, pool, device, vision.patch_size, graphs)
 
 
 def _assemble(
@@ -317,36 +436,35 @@ def _assemble(
     sizes: _Sizes,
     image_plans: PlanTable,
     device: torch.device,
+    stages: _Stages,
+    encode_graphs: EncodeGraphs | None,
 ) -> Engine:
     specs, dtype = _specs(config, model), _dtype(config, model_config, device)
-    pool = KvPool(specs, sizes.cache.num_pages, config.page_size, device)
-    limits = PlanLimits(
-        dtype=dtype,
-        page_size=config.page_size,
-        max_batch=config.max_running,
-        max_q_len=config.max_step_tokens,
-        max_kv_len=sizes.max_model_len,
-        kv_dtype=_kv_dtype(config),
-    )
-    hardware, sites = _hardware(device), model.text_sites()
-    plans = _ready(make_table(sites, limits, hardware, config.attention, releases()), hardware)
-    assert all(phase is not Phase.ENCODE for _, phase in model.text_sites())
+    graphs = graph_sizes(config, device)
+    # One page more than the manager knows of: where padded rows write.
+    pool = KvPool(specs, sizes.cache.num_pages + bool(graphs), config.page_size, device)
+    sites = model.text_sites()
+    plans = _text_plans(config, sites, dtype, sizes.max_model_len, _hardware(device))
+    stages.done("plans and kernels of the decoder")
     row_bytes = model_config.text.hidden_size * ITEM_BYTES[dtype]
     encoder_pool = EncoderPool()
     image_id, vocab_size = model_config.image_token_id, model_config.text.vocab_size
+    door = Door(device)
+    builder = BatchBuilder(
+        max_running=config.max_running,
+        max_pages=-(-sizes.max_model_len // config.page_size),
+        page_size=config.page_size,
+        device=device,
+        sites=sites,
+    )
     parts = RunnerParts(
         model=model,
         pool=pool,
         encoder_pool=encoder_pool,
-        encoder=ImageEncoder(model, image_plans, encoder_pool, device)
-        if isinstance(model, ImageModel)
-        else None,
-        builder=BatchBuilder(
-            max_running=config.max_running,
-            max_pages=-(-sizes.max_model_len // config.page_size),
-            page_size=config.page_size,
-            device=device,
+        encoder=_image_encoder(
+            model, model_config.vision, image_plans, encoder_pool, device, encode_graphs
         ),
+        builder=builder,
         sampler=Sampler(
             config.max_running,
             vocab_size,
@@ -354,12 +472,59 @@ def _assemble(
             device,
         ),
         plans=plans,
+        door=door,
+        graphs=capture_graphs(
+            GraphParts(
+                model=model,
+                pool=pool,
+                plans=plans,
+                builder=builder,
+                scratch_page=sizes.cache.num_pages,
+                max_len=sizes.max_model_len,
+            ),
+            config,
+            door,
+        ),
     )
-    scheduler = Scheduler(
+    stages.done("graphs")
+    scheduler = _scheduler(config, sizes, row_bytes, _hardware(device))
+    return Engine(scheduler, Runner(parts), step_ahead=config.step_ahead)
+
+
+def _step_tokens(config: EngineConfig, hardware: Hardware) -> int:
+    """The user's choice, or as many as keep the device at its products rather than its launches."""
+    if config.max_step_tokens is not None:
+        return config.max_step_tokens
+    return GPU_STEP_TOKENS if hardware.cc else CPU_STEP_TOKENS
+
+
+def _text_plans(
+    config: EngineConfig,
+    sites: Sequence[tuple[AttentionSite, Phase]],
+    dtype: DType,
+    max_model_len: int,
+    hardware: Hardware,
+) -> PlanTable:
+    assert all(phase is not Phase.ENCODE for _, phase in sites)
+    limits = PlanLimits(
+        dtype=dtype,
+        page_size=config.page_size,
+        max_batch=config.max_running,
+        max_q_len=_step_tokens(config, hardware),
+        max_kv_len=max_model_len,
+        kv_dtype=_kv_dtype(config),
+    )
+    return _ready(make_table(sites, limits, hardware, config.attention, releases()), hardware)
+
+
+def _scheduler(
+    config: EngineConfig, sizes: _Sizes, row_bytes: int, hardware: Hardware
+) -> Scheduler:
+    return Scheduler(
         SchedulerLimits(
             max_running=config.max_running,
             max_waiting=config.max_waiting,
-            max_step_tokens=config.max_step_tokens,
+            max_step_tokens=_step_tokens(config, hardware),
             max_model_len=sizes.max_model_len,
             encoder_patches=sizes.encoder_patches,
             page_size=config.page_size,
@@ -368,4 +533,3 @@ def _assemble(
         Manager(sizes.cache.num_pages, config.page_size, config.prefix_cache),
         EncoderCache(config.encoder_cache_bytes, row_bytes),
     )
-    return Engine(scheduler, Runner(parts), step_ahead=config.step_ahead)

@@ -17,9 +17,11 @@ from torch import Tensor, nn
 from vitrail.attention.plan import PlanTable
 from vitrail.attention.shape import AttentionSite, Phase
 from vitrail.config.model import SiglipConfig
+from vitrail.ops.dispatch import select_vision
+from vitrail.ops.vision.naive import Grids, normalise
 from vitrail.vision.attention import prepare_vision_attention_metadata
-from vitrail.vision.encoder import EncoderBlock, EncoderShape
-from vitrail.vision.moonvit import CHANNELS, normalise_patches
+from vitrail.vision.encoder import EncoderBlock, EncoderShape, Residual
+from vitrail.vision.moonvit import CHANNELS
 
 
 def siglip_site(config: SiglipConfig) -> AttentionSite:
@@ -61,27 +63,36 @@ class Siglip(nn.Module):
         return ((siglip_site(self.config), Phase.ENCODE),)
 
     def forward(
-        self, patches_NF: Float[Tensor, "N F"] | UInt8[Tensor, "N F"], plans: PlanTable
+        self,
+        patches_NF: Float[Tensor, "N F"] | UInt8[Tensor, "N F"],
+        plans: PlanTable,
+        grids: Grids | None = None,
     ) -> Float[Tensor, "N M"]:
         """Features of packed whole tiles, one row a patch, row-major. `patches_NF`: [C, P, P]
-        flattened; uint8 samples, or floats already normalised."""
+        flattened; uint8 samples, or floats already normalised. `grids`: the tiles, where they are
+        packed already."""
         length = self.config.tile**2
         tiles, rest = divmod(patches_NF.shape[0], length)
         assert rest == 0, f"{patches_NF.shape[0]} patches are not whole tiles of {length}"
         device = patches_NF.device
-        meta = prepare_vision_attention_metadata([length] * tiles, None, plans, device)
-        x_NM = self._embed(normalise_patches(patches_NF)) + self.pos_embed.repeat(tiles, 1)
+        side = self.config.tile
+        packed = Grids.of([(side, side)] * tiles, device) if grids is None else grids
+        meta = prepare_vision_attention_metadata(packed, None, plans)
+        x_NM = self._embed(patches_NF)
+        x = Residual((x_NM.unflatten(0, (tiles, length)) + self.pos_embed).flatten(0, 1), None)
         for block in self.blocks:
-            x_NM = block(x_NM, meta)
-        return x_NM
+            x = block(x, meta)
+        return x.x if x.delta is None else x.x + x.delta
 
-    def _embed(self, patches_NF: Float[Tensor, "N F"]) -> Float[Tensor, "N M"]:
+    def _embed(
+        self, patches_NF: Float[Tensor, "N F"] | UInt8[Tensor, "N F"]
+    ) -> Float[Tensor, "N M"]:
         """A product with each patch. On a CPU it is the published convolution, whose order of sums
         decides the logits' fifth digit (docs/notes/nvila.md); a GPU has the product."""
         layer, side = self.patch_embed, self.config.patch_size
-        patches_NF = patches_NF.to(layer.weight.dtype)
         if patches_NF.device.type != "cpu":
-            return layer(patches_NF)
+            return select_vision(patches_NF.device).embed(patches_NF, layer.weight, layer.bias)
+        patches_NF = normalise(patches_NF, layer.weight.dtype)
         patches, kernels = (
             x.unflatten(1, (CHANNELS, side, side)) for x in (patches_NF, layer.weight)
         )
