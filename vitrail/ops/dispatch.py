@@ -12,6 +12,7 @@ from torch import Tensor
 import vitrail.ops.sampling.naive as naive_sampling
 from vitrail.ops.moe.grouped import GROUPED_ALIGN_BYTES, grouped_experts, segmented_experts
 from vitrail.ops.moe.naive import Routing, naive_experts
+from vitrail.ops.sampling.naive import Filters
 
 Experts = Callable[
     [Float[Tensor, "T M"], Routing, Float[Tensor, "X F M"], Float[Tensor, "X M I"]],
@@ -32,13 +33,16 @@ def select_experts(device: torch.device, dtype: torch.dtype, widths: tuple[int, 
 class SamplingOps(NamedTuple):
     best_tokens: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
     draw_plain: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+    draw_filtered: Callable[[Tensor, Tensor, Tensor, Tensor, Filters, Tensor], Tensor]
 
 
 @cache
 def select_sampling(device: torch.device) -> SamplingOps:
     """Ours in Triton on a GPU, else the definitions."""
     if device.type != "cuda":
-        return SamplingOps(naive_sampling.best_tokens, naive_sampling.draw_plain)
+        return SamplingOps(
+            naive_sampling.best_tokens, naive_sampling.draw_plain, naive_sampling.draw_filtered
+        )
     from vitrail.ops.sampling import triton
 
-    return SamplingOps(triton.best_tokens, triton.draw_plain)
+    return SamplingOps(triton.best_tokens, triton.draw_plain, triton.draw_filtered)
