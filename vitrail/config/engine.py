@@ -16,6 +16,7 @@ KvCacheDType = Literal["auto", "fp8_e4m3"]
 Weights = Literal["checkpoint", "random"]
 
 GIB = 1 << 30
+DEFAULT_VIDEO_FRAMES = 8
 
 
 def _opt(default: Any, text: str) -> Any:
@@ -70,7 +71,10 @@ class EngineConfig:
     max_images: int = _opt(64, "images in one request")
     max_image_pixels: int = _opt(64_000_000, "pixels of one image, from its header")
     max_image_bytes: int = _opt(32 << 20, "encoded bytes of one image or video")
-    video_frames: int = _opt(8, "frames taken from a video, evenly; each counts as an image")
+    video_frames: int | None = _opt(
+        None,
+        "frames taken from a video, evenly, each an image; default the checkpoint's, or 8",
+    )
     image_workers: int = _opt(2, "threads that decode and patch images")
 
 
@@ -115,15 +119,8 @@ def validate(config: EngineConfig) -> list[Finding]:
                 change="pass --memory-fraction 0.9",
             )
         )
-    if 0 < config.max_images < config.video_frames:  # 0: no pictures at all, and no videos
-        found.append(
-            Finding(
-                where="video_frames",
-                saw=f"{config.video_frames} frames a video, {config.max_images} images a request",
-                rule="the frames of one video are images that fit in a request",
-                change=f"pass --video-frames {config.max_images} or less, or a larger --max-images",
-            )
-        )
+    if config.video_frames is not None and isinstance(made := plan_frames(config, None), list):
+        found += made
     if config.page_size > 256:
         found.append(
             Finding(
@@ -145,6 +142,23 @@ def _graph_findings(config: EngineConfig) -> list[Finding]:
             saw=f"{config.cuda_graphs} on a CPU",
             rule="graphs are captured on a CUDA device",
             change="leave --cuda-graphs out, or pass --device cuda",
+        )
+    ]
+
+
+def plan_frames(config: EngineConfig, published: int | None) -> int | list[Finding]:
+    """Frames taken from a video: the user's choice, else the checkpoint's (`published`), else
+    `DEFAULT_VIDEO_FRAMES`; or why no request can hold so many."""
+    frames = config.video_frames or published or DEFAULT_VIDEO_FRAMES
+    if not 0 < config.max_images < frames:  # 0: no pictures at all, and no videos
+        return frames
+    whose = "" if config.video_frames or not published else " (the checkpoint's)"
+    return [
+        Finding(
+            where="video_frames",
+            saw=f"{frames} frames a video{whose}, {config.max_images} images a request",
+            rule="the frames of one video are images that fit in a request",
+            change=f"pass --video-frames {config.max_images} or less, or a larger --max-images",
         )
     ]
 

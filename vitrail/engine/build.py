@@ -24,14 +24,16 @@ from vitrail.cache.encoder_pool import EncoderPool
 from vitrail.cache.kv_pool import KvPool
 from vitrail.cache.manager import Manager
 from vitrail.cache.spec import ITEM_BYTES, LayerSpec, stored_as
-from vitrail.config.engine import GIB, EngineConfig, validate
+from vitrail.config.engine import DEFAULT_VIDEO_FRAMES, GIB, EngineConfig, plan_frames, validate
 from vitrail.config.finding import Finding, Refused, accept, errors
 from vitrail.config.hardware import CPU, Hardware, from_device
 from vitrail.config.model import DType, KvDType, ModelConfig, VisionConfig
 from vitrail.engine.batch import BatchBuilder
 from vitrail.engine.checkpoint import Checkpoint
 from vitrail.engine.encode import ImageEncoder
+from vitrail.engine.encode_graphs import EncodeGraphs
 from vitrail.engine.engine import Engine
+from vitrail.engine.floors import Shapes
 from vitrail.engine.graphs import GraphParts, capture_graphs, graph_bytes, graph_sizes
 from vitrail.engine.measure import run_worst_steps
 from vitrail.engine.parcel import Door
@@ -60,6 +62,25 @@ class Built(NamedTuple):
 
     engine: Engine
     facts: ServingFacts
+
+
+class Tower(NamedTuple):
+    """A vision tower that is ready alone, for measurements: `encoder` fills `pool`."""
+
+    encoder: ImageEncoder
+    pool: EncoderPool
+    vision: VisionConfig
+    hardware: Hardware
+    device: torch.device
+    dtype: DType
+
+
+class Placed(NamedTuple):
+    """What a configuration computes, in which types, and where."""
+
+    shapes: Shapes
+    hardware: Hardware
+    device: torch.device
 
 
 class _Stages:
@@ -103,6 +124,7 @@ def build_engine(
     entry = load_entry(checkpoint.architecture)
     model_config = accept(entry.read_config(checkpoint.config, checkpoint.generation))
     dtype = _dtype(config, model_config, device)
+    frames = _video_frames(config, model_config)
     with torch.device("meta"):
         model = entry.build(model_config, dtype)
     patches = _encoder_patches(config, model_config, processor)
@@ -110,11 +132,14 @@ def build_engine(
     stages.done("plans and kernels of the tower")
     _load(config, entry, model_config, model, checkpoint, device, progress)
     stages.done("weights")
+    encode_graphs = _encode_graphs(model, image_plans, model_config.vision, patches, device)
     largest = None if processor is None else processor.max_patches
     peak = _measure_encoder(model, image_plans, model_config, dtype, patches, largest, device)
     stages.done("measuring the tower")
     sizes = _sizes(config, model_config, _specs(config, model), patches, device, peak)
-    engine = _assemble(config, model_config, model, sizes, image_plans, device, stages)
+    engine = _assemble(
+        config, model_config, model, sizes, image_plans, device, stages, encode_graphs
+    )
     log.info(
         "ready in %s: %s on %s in %s, %d KV tokens in %d pages of %s",
         stages,
@@ -134,8 +159,52 @@ def build_engine(
         encoder_patches=sizes.encoder_patches,
         kv_tokens=sizes.cache.num_tokens,
         patch_rules=None if vision is None else vision.rules,
+        video_frames=frames,
+        encoder_resizes=device.type == "cuda",
     )
     return Built(engine, facts)
+
+
+def build_tower(
+    config: EngineConfig, checkpoint: Checkpoint, processor: ImageProcessor | None
+) -> Tower:
+    """The encoder of a vision model, as `build_engine` makes it, without an engine around it.
+    Raises `Refused`, for a model without a tower too."""
+    found = errors(validate(config))
+    if found:
+        raise Refused(found)
+    device = _device(config)
+    hardware = _hardware(device)
+    entry = load_entry(checkpoint.architecture)
+    model_config = accept(entry.read_config(checkpoint.config, checkpoint.generation))
+    dtype = _dtype(config, model_config, device)
+    with torch.device("meta"):
+        model = entry.build(model_config, dtype)
+    vision = model_config.vision
+    if vision is None or not isinstance(model, ImageModel):
+        raise Refused(
+            Finding(
+                where="model",
+                saw=f"{checkpoint.architecture}, which takes text alone",
+                rule="a model with a vision tower",
+                change="give a vision model",
+            )
+        )
+    patches = _encoder_patches(config, model_config, processor)
+    plans = _image_plans(config, model, vision, dtype, patches, hardware)
+    _load(config, entry, model_config, model, checkpoint, device, None)
+    pool = EncoderPool()
+    encoder = ImageEncoder(model, plans, pool, device, vision.patch_size)
+    return Tower(encoder, pool, vision, hardware, device, dtype)
+
+
+def placed(config: EngineConfig, checkpoint: Checkpoint) -> Placed:
+    """As `build_engine` would decide. Raises `Refused`."""
+    device, entry = _device(config), load_entry(checkpoint.architecture)
+    model = accept(entry.read_config(checkpoint.config, checkpoint.generation))
+    dtype = _dtype(config, model, device)
+    shapes = Shapes(model=model, dtype=dtype, kv_dtype=_kv_dtype(config) or dtype)
+    return Placed(shapes, _hardware(device), device)
 
 
 def _device(config: EngineConfig) -> torch.device:
@@ -163,6 +232,13 @@ def _dtype(config: EngineConfig, model: ModelConfig, device: torch.device) -> DT
     if config.dtype != "auto":
         return config.dtype
     return "float32" if device.type == "cpu" else model.dtype
+
+
+def _video_frames(config: EngineConfig, model: ModelConfig) -> int:
+    """Without a tower no number is too large."""
+    if model.vision is None:
+        return config.video_frames or DEFAULT_VIDEO_FRAMES
+    return accept(plan_frames(config, model.video_frames))
 
 
 def _kv_dtype(config: EngineConfig) -> KvDType | None:
@@ -275,6 +351,21 @@ def _measure_encoder(
     return peak
 
 
+def _encode_graphs(
+    model: Model,
+    plans: PlanTable,
+    vision: VisionConfig | None,
+    patches: int,
+    device: torch.device,
+) -> EncodeGraphs | None:
+    """The tower in graphs, before what they hold is left to the cache; none on a CPU."""
+    if vision is None or not isinstance(model, ImageModel) or device.type != "cuda":
+        return None
+    graphs = EncodeGraphs(model, plans, vision, patches, device)
+    graphs.capture()
+    return graphs
+
+
 def _sizes(
     config: EngineConfig,
     model: ModelConfig,
@@ -325,6 +416,19 @@ def _kv_bytes(config: EngineConfig, device: torch.device, encoder_peak: int) -> 
     return free - kept - others - WORKSPACE_BYTES
 
 
+def _image_encoder(
+    model: Model,
+    vision: VisionConfig | None,
+    plans: PlanTable,
+    pool: EncoderPool,
+    device: torch.device,
+    graphs: EncodeGraphs | None,
+) -> ImageEncoder | None:
+    if vision is None or not isinstance(model, ImageModel):
+        return None
+    return ImageEncoder(model, plans, pool, device, vision.patch_size, graphs)
+
+
 def _assemble(
     config: EngineConfig,
     model_config: ModelConfig,
@@ -333,6 +437,7 @@ def _assemble(
     image_plans: PlanTable,
     device: torch.device,
     stages: _Stages,
+    encode_graphs: EncodeGraphs | None,
 ) -> Engine:
     specs, dtype = _specs(config, model), _dtype(config, model_config, device)
     graphs = graph_sizes(config, device)
@@ -356,9 +461,9 @@ def _assemble(
         model=model,
         pool=pool,
         encoder_pool=encoder_pool,
-        encoder=ImageEncoder(model, image_plans, encoder_pool, device)
-        if isinstance(model, ImageModel)
-        else None,
+        encoder=_image_encoder(
+            model, model_config.vision, image_plans, encoder_pool, device, encode_graphs
+        ),
         builder=builder,
         sampler=Sampler(
             config.max_running,

@@ -7,6 +7,7 @@ projection then runs over these and the step's own."""
 
 import numpy as np
 import torch
+from msgspec.structs import replace
 
 from vitrail.attention.plan import PlanTable
 from vitrail.cache.encoder_pool import EncoderPool
@@ -24,11 +25,14 @@ def worst_steps(rules: PatchRules, budget: int, largest: int | None) -> list[lis
     """The jobs of each. A job that does not begin with its picture's first sequence finds those
     before it in the pool. `budget`: patches a step; `largest`: patches of the largest picture, None
     if no processor says. Which mix of the rest takes most depends on the projector, so there are
-    two: pictures of one tile, and as many of the largest as there is room for."""
+    two: pictures of one tile, and as many of the largest as there is room for. Where pictures are
+    not tiles, one comes as patches and one as it is, of the most pixels that are sent so."""
     if rules.tile is None:
         side = rules.merge
         columns = max(side, budget // side // side * side)
-        return [[_job(rules, 0, (side, columns), None, 0)]]
+        job = _job(rules, 0, (side, columns), None, 0)
+        resized = (side * rules.patch_size, columns * rules.patch_size)
+        return [[job], [replace(job, resized=resized)]]
     tile = (rules.tile, rules.tile)
     room = budget // rules.tile**2
     assert room >= 1, f"a budget of {budget} patches for tiles of {rules.tile**2}"
@@ -77,6 +81,13 @@ def _job(
     )
 
 
+def _noise_size(job: EncodeJob, features: int) -> tuple[int, ...]:
+    """Of the job's patches, or of the picture that they are made from."""
+    if job.resized is None:
+        return (job.num_patches, features)
+    return (2 * job.resized[0], 2 * job.resized[1], CHANNELS)
+
+
 @torch.inference_mode()
 def run_worst_steps(
     model: ImageModel,
@@ -90,7 +101,7 @@ def run_worst_steps(
     """Run each of `worst_steps` on noise, by the encoder that serves, with all that the pool holds
     of its pictures. Raises `RuntimeError` where one fails."""
     pool = EncoderPool()
-    encoder = ImageEncoder(model, plans, pool, device)
+    encoder = ImageEncoder(model, plans, pool, device, vision.patch_size)
     features = CHANNELS * vision.patch_size**2
     for step in worst_steps(vision.rules, budget, largest):
         for job in step:
@@ -98,10 +109,9 @@ def run_worst_steps(
                 size = (job.height * job.width, vision.hidden_size)
                 pool.add_part(job.entry, torch.zeros(size, dtype=dtype, device=device))
         generator = np.random.default_rng(0)
-        failed = encoder.run(
-            step,
-            [generator.integers(0, 256, (job.num_patches, features), np.uint8) for job in step],
-        )
+        sizes = [_noise_size(job, features) for job in step]
+        pixels = [generator.integers(0, 256, size, np.uint8) for size in sizes]
+        failed = encoder.run(step, pixels)
         pool.drop(job.entry for job in step)
         if failed:
             reason = next(iter(failed.values()))

@@ -38,6 +38,8 @@ LOG2_E = math.log2(math.e)
 # What a joining program holds at once, over all splits and channels.
 COMBINE_WARPS, COMBINE_VALUES = 4, 4096
 COMBINE_MANY_ROWS = 256
+# Of few rows, read at once: then a row of many splits is joined by as many programs as it has.
+COMBINE_MANY_SPLITS = 128
 JOIN_PROGRAMS = 1024  # more would queue for a GPU's SMs, where a graph has records to spare
 STRIDES = (
     "q_token",
@@ -133,8 +135,11 @@ def join_launch(plan: AttentionPlan) -> Launch:
     # order of a sum follows from it, so batch-invariant ones are all alike.
     shape, fixed = plan.shape, plan.shape.batch_invariant
     channels = 1 << (site.head_dim_v - 1).bit_length()
+    at_once = COMBINE_SPLITS
+    if not fixed:
+        at_once = min(max(1 << (plan.max_splits - 1).bit_length(), at_once), COMBINE_MANY_SPLITS)
     if fixed or shape.batch * shape.max_q_len * site.num_q_heads < COMBINE_MANY_ROWS:
-        channels = min(channels, COMBINE_VALUES // COMBINE_SPLITS)
+        channels = min(channels, COMBINE_VALUES // at_once)
     splits = COMBINE_VALUES // channels
     if not fixed:
         splits = min(1 << (plan.max_splits - 1).bit_length(), splits)
