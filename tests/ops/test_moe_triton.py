@@ -22,6 +22,9 @@ PLANS = {
     "halves": ExpertsPlan(
         bt=32, up=replace(FEW, halves=True), down=replace(MANY, halves=True), early=False
     ),
+    "paired": ExpertsPlan(
+        bt=32, up=replace(GATHERED, paired=True, halves=True), down=GATHERED, early=False
+    ),
     "shared": ExpertsPlan(
         bt=32, up=replace(FEW, halves=True), down=replace(MANY, programs=5), early=False
     ),

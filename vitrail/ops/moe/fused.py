@@ -222,11 +222,12 @@ def run_up(
         kernels.moe_up,
         (placed.blocks * -(-inner // up.bn),),
         x_TM,
-        _boxes(gate_up_XFM, up),
+        _pairs(gate_up_XFM, up) if up.paired else _boxes(gate_up_XFM, up),
         act_RI,
         *_batch(ids_TK, placed, len(gate_up_XFM)),
         M=hidden,
         INNER=inner,
+        PAIRED=up.paired,
         **_options(up, plan, placed, ids_TK.shape[1]),
     )
     return act_RI
@@ -340,6 +341,12 @@ def _rows(x: Tensor, tile: Tile, plan: ExpertsPlan) -> tuple[Tensor | TensorDesc
 def _boxes(weight: Tensor, tile: Tile) -> TensorDescriptor:
     flat = weight.view(-1, weight.shape[2])
     return TensorDescriptor.from_tensor(flat, [tile.bn, tile.bk])
+
+
+def _pairs(gate_up_XFM: Tensor, tile: Tile) -> TensorDescriptor:
+    experts, both, hidden = gate_up_XFM.shape
+    split = gate_up_XFM.view(experts, 2, both // 2, hidden)
+    return TensorDescriptor.from_tensor(split, [1, 2, tile.bn, tile.bk])
 
 
 def _batch(ids_TK: Tensor, placed: Placed, experts: int) -> tuple[Tensor | int, ...]:

@@ -61,7 +61,7 @@ _H200_KIMI: tuple[tuple[int | None, ExpertsPlan], ...] = (
         1536,
         ExpertsPlan(
             bt=128,
-            up=Tile(bn=128, bk=64, stages=4, warps=8, swap=False, halves=True),
+            up=Tile(bn=128, bk=64, stages=4, warps=8, swap=False, halves=True, paired=True),
             down=Tile(bn=256, bk=64, stages=4, warps=8, swap=False, halves=True),
         ),
     ),
@@ -69,7 +69,7 @@ _H200_KIMI: tuple[tuple[int | None, ExpertsPlan], ...] = (
         4096,
         ExpertsPlan(
             bt=128,
-            up=Tile(bn=128, bk=64, stages=4, warps=8, swap=False, halves=True),
+            up=Tile(bn=128, bk=64, stages=4, warps=8, swap=False, halves=True, paired=True),
             down=_LARGE,
             early=False,
         ),
@@ -78,7 +78,7 @@ _H200_KIMI: tuple[tuple[int | None, ExpertsPlan], ...] = (
         None,
         ExpertsPlan(
             bt=128,
-            up=Tile(bn=128, bk=64, stages=3, warps=8, swap=False, halves=True),
+            up=Tile(bn=128, bk=64, stages=4, warps=8, swap=False, halves=True, paired=True),
             down=_LARGE,
             early=False,
         ),

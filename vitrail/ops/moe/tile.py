@@ -7,9 +7,10 @@ from dataclasses import dataclass
 class Tile:
     """One product's tiles: BN output channels (of gate and of up each), BK input channels a step.
     `swap`: weights are the left operand, for few tokens. `halves`: blocks that are at most half
-    full take half a tile. Of down alone: `sorted`, rows come by descriptor; `programs`, 0 or how
-    many share all tiles, in one loop (`flat`) or two; `ahead`, first weights are loaded before the
-    rows are there."""
+    full take half a tile. Of up alone: `paired`, gate and up are one product (not with `swap`,
+    where they would pass through registers). Of down alone: `sorted`, rows come by descriptor;
+    `programs`, 0 or how many share all tiles, in one loop (`flat`) or two; `ahead`, first weights
+    are loaded before the rows are there."""
 
     bn: int
     bk: int
@@ -20,11 +21,13 @@ class Tile:
     programs: int = 0
     flat: bool = False
     halves: bool = False
+    paired: bool = False
     ahead: bool = False
 
     def __post_init__(self) -> None:
         assert not self.ahead or not (self.sorted or self.programs), self
         assert not self.halves or not self.programs, self
+        assert not self.paired or not self.swap, self
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

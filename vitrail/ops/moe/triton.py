@@ -239,31 +239,46 @@ def _owner(
 def _up_tile(
     x, gate_up, act, slot, slots, row0, expert, tile,
     M: tl.constexpr, INNER: tl.constexpr, K: tl.constexpr,
-    BT: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    SWAP: tl.constexpr,
+    BT: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SWAP: tl.constexpr, PAIRED: tl.constexpr,
 ):  # fmt: skip
-    """act[BT rows from row0 on, tile's channels] = silu(gate x) * up x."""
+    """act[BT rows from row0 on, tile's channels] = silu(gate x) * up x. PAIRED: one product makes
+    both."""
     live = slot < slots
     n0 = tile * BN
     k = tl.arange(0, BK)
     token = tl.where(live, slot // K, 0).to(tl.int64)
     x_at = x + token[:, None] * M + k[None, :]
-    shape: tl.constexpr = [BN, BT] if SWAP else [BT, BN]
-    gate = tl.zeros(shape, tl.float32)
-    up = tl.zeros(shape, tl.float32)
+    if PAIRED:
+        both = tl.zeros([2 * BN, BT] if SWAP else [BT, 2 * BN], tl.float32)
+    else:
+        shape: tl.constexpr = [BN, BT] if SWAP else [BT, BN]
+        gate = tl.zeros(shape, tl.float32)
+        up = tl.zeros(shape, tl.float32)
     for k0 in range(0, M, BK):
         if M % BK == 0:
             x_TK = tl.load(x_at + k0, mask=live[:, None], other=0.0)
         else:
             x_TK = tl.load(x_at + k0, mask=live[:, None] & (k0 + k < M)[None, :], other=0.0)
-        gate_NK = gate_up.load([expert * (2 * INNER) + n0, k0])
-        up_NK = gate_up.load([expert * (2 * INNER) + INNER + n0, k0])
-        if SWAP:
-            gate = tl.dot(gate_NK, x_TK.T, gate)
-            up = tl.dot(up_NK, x_TK.T, up)
+        if PAIRED:
+            both_NK = gate_up.load([expert, 0, n0, k0]).reshape(2 * BN, BK)
+            if SWAP:
+                both = tl.dot(both_NK, x_TK.T, both)
+            else:
+                both = tl.dot(x_TK, both_NK.T, both)
         else:
-            gate = tl.dot(x_TK, gate_NK.T, gate)
-            up = tl.dot(x_TK, up_NK.T, up)
+            gate_NK = gate_up.load([expert * (2 * INNER) + n0, k0])
+            up_NK = gate_up.load([expert * (2 * INNER) + INNER + n0, k0])
+            if SWAP:
+                gate = tl.dot(gate_NK, x_TK.T, gate)
+                up = tl.dot(up_NK, x_TK.T, up)
+            else:
+                gate = tl.dot(x_TK, gate_NK.T, gate)
+                up = tl.dot(x_TK, up_NK.T, up)
+    if PAIRED:
+        if SWAP:
+            gate, up = both.reshape(2, BN, BT).permute(1, 2, 0).split()
+        else:
+            gate, up = both.reshape(BT, 2, BN).permute(0, 2, 1).split()
     n = n0 + tl.arange(0, BN)
     row = row0 + tl.arange(0, BT)
     value = (gate / (1.0 + tl.exp(-gate)) * up).to(act.dtype.element_ty)
@@ -321,11 +336,12 @@ def moe_up(
     x, gate_up, act, rows, blocks, ids, tokens, slots, max_blocks, num_experts,
     M: tl.constexpr, INNER: tl.constexpr, K: tl.constexpr, KP: tl.constexpr,
     BT: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    SWAP: tl.constexpr, DIRECT: tl.constexpr, HALVES: tl.constexpr, EARLY: tl.constexpr,
+    SWAP: tl.constexpr, PAIRED: tl.constexpr, DIRECT: tl.constexpr, HALVES: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
-    """x [T, M] to act [blocks * BT, I]; `gate_up` is a descriptor of [BN, BK] boxes. Programs are
-    numbered by block, then by channels. HALVES: a block that is at most half full takes half a
-    tile."""
+    """x [T, M] to act [blocks * BT, I]; `gate_up` is a descriptor of [BN, BK] boxes (PAIRED: of
+    [1, 2, BN, BK] boxes of [X, 2, I, M]). Programs are numbered by block, then by channels. HALVES:
+    a block that is at most half full takes half a tile."""
     if EARLY:
         gdc_wait()
         gdc_launch_dependents()
@@ -341,13 +357,13 @@ def moe_up(
                 lane = tl.arange(0, HALF)
                 half = tl.load(rows + first + lane, mask=lane < live, other=slots)
                 _up_tile(x, gate_up, act, half, slots, block * BT, expert, tile,
-                         M, INNER, K, HALF, BN, BK, SWAP)  # fmt: skip
+                         M, INNER, K, HALF, BN, BK, SWAP, PAIRED)  # fmt: skip
             else:
                 _up_tile(x, gate_up, act, slot, slots, block * BT, expert, tile,
-                         M, INNER, K, BT, BN, BK, SWAP)  # fmt: skip
+                         M, INNER, K, BT, BN, BK, SWAP, PAIRED)  # fmt: skip
         else:
             _up_tile(x, gate_up, act, slot, slots, block * BT, expert, tile,
-                     M, INNER, K, BT, BN, BK, SWAP)  # fmt: skip
+                     M, INNER, K, BT, BN, BK, SWAP, PAIRED)  # fmt: skip
 
 
 @triton.jit(do_not_specialize=SIZES)
