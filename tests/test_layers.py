@@ -15,7 +15,7 @@ TORCH_FREE = (
     "vitrail",
     "vitrail.cli",
     "vitrail.server.app",
-    *(f"vitrail.models.{m}" for m in ("gguf", "reading", "registry")),
+    *(f"vitrail.models.{m}" for m in ("assets", "checkpoint", "gguf", "reading", "registry")),
     "vitrail.models.kimi_vl.processor",
     "vitrail.models.nvila.processor",
     *(f"vitrail.vision.{m}" for m in ("image", "preprocess", "placeholders", "video")),
@@ -29,7 +29,6 @@ TORCH_FREE = (
         f"vitrail.engine.{m}"
         for m in (
             "answer",
-            "checkpoint",
             "client",
             "conversation",
             "ipc",

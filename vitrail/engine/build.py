@@ -29,7 +29,6 @@ from vitrail.config.finding import Finding, Refused, accept, errors
 from vitrail.config.hardware import CPU, Hardware, from_device
 from vitrail.config.model import DType, KvDType, ModelConfig, VisionConfig
 from vitrail.engine.batch import BatchBuilder
-from vitrail.engine.checkpoint import Checkpoint
 from vitrail.engine.encode import ImageEncoder
 from vitrail.engine.engine import Engine
 from vitrail.engine.measure import run_worst_steps
@@ -38,6 +37,7 @@ from vitrail.engine.runner import Runner, RunnerParts
 from vitrail.engine.sampler import Sampler
 from vitrail.engine.scheduler import Scheduler, SchedulerLimits
 from vitrail.layers.linear import torch_dtype
+from vitrail.models.checkpoint import Checkpoint
 from vitrail.models.interface import ImageModel, Model, ModelEntry
 from vitrail.models.registry import find, load_entry, load_gguf_entry
 from vitrail.vision.preprocess import ImageProcessor

@@ -14,7 +14,6 @@ from PIL import Image
 from vitrail.config.engine import EngineConfig
 from vitrail.config.finding import Finding, Refused
 from vitrail.config.model import PatchRules
-from vitrail.engine.checkpoint import Checkpoint
 from vitrail.engine.conversation import Picture
 from vitrail.engine.request import (
     EngineRequest,
@@ -23,9 +22,9 @@ from vitrail.engine.request import (
     sampling_findings,
     typed,
 )
-from vitrail.models.registry import find, load_processor
-from vitrail.tokenizer.chat import ChatOptions, ChatTemplate
-from vitrail.tokenizer.gguf import read_tokenizer
+from vitrail.models.assets import Assets
+from vitrail.models.checkpoint import Checkpoint
+from vitrail.tokenizer.chat import ChatOptions
 from vitrail.tokenizer.messages import Message
 from vitrail.tokenizer.tokenizer import Tokenizer
 from vitrail.vision.image import (
@@ -37,7 +36,7 @@ from vitrail.vision.image import (
     from_pil,
 )
 from vitrail.vision.placeholders import ExpandedPrompt, expand, image_identity, locate, spread
-from vitrail.vision.preprocess import ImageGrid, ImageProcessor, PatchedImage, Separators
+from vitrail.vision.preprocess import ImageGrid, PatchedImage, Separators
 from vitrail.vision.video import Frame, VideoRoom
 
 # Specials that end a turn in published chat formats, whatever config.json calls the end of text.
@@ -63,36 +62,6 @@ class Prompt:
 
     token_ids: list[int]
     images: list[ImageInput]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Assets:
-    """What a checkpoint folder holds beside its weights. `tokenizer` is None for a checkpoint that
-    serves token ids only, `processor` for one whose pictures come preprocessed or not at all."""
-
-    tokenizer: Tokenizer | None
-    template: ChatTemplate | None
-    processor: ImageProcessor | None
-
-
-def load_assets(checkpoint: Checkpoint) -> Assets:
-    """Raises `Refused` for files that are there and wrong; a missing tokenizer or processor is
-    None."""
-    folder = checkpoint.folder
-    if checkpoint.gguf is not None:
-        read = read_tokenizer(checkpoint.gguf.metadata)
-        return Assets(
-            tokenizer=read[0] if read else None, template=read[1] if read else None, processor=None
-        )
-    row = find(checkpoint.architecture)
-    text = row.tokenizer_folder(folder)
-    has_tokenizer = any((text / n).is_file() for n in ("tiktoken.model", "tokenizer.json"))
-    has_processor = row.has_processor(folder)
-    return Assets(
-        tokenizer=Tokenizer.load(text) if has_tokenizer else None,
-        template=ChatTemplate.load(text) if has_tokenizer else None,
-        processor=load_processor(checkpoint.architecture, folder) if has_processor else None,
-    )
 
 
 class Preparer:
