@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import torch
 
-from tests.live_bytes import LiveBytes
 from tests.nvila import IMAGE, GoldenNvila, tokens_of
 from vitrail import LLM, SamplingParams
+from vitrail.check.live_bytes import LiveBytes
 from vitrail.config.model import PatchRules
 from vitrail.engine.measure import run_worst_steps, worst_steps
 

@@ -12,7 +12,7 @@ import msgspec
 from PIL import Image
 
 from vitrail.config.engine import EngineConfig
-from vitrail.config.finding import Finding, Refused
+from vitrail.config.finding import Finding, Refused, accept
 from vitrail.config.model import PatchRules
 from vitrail.engine.conversation import Picture
 from vitrail.engine.request import (
@@ -22,7 +22,7 @@ from vitrail.engine.request import (
     sampling_findings,
     typed,
 )
-from vitrail.models.assets import Assets
+from vitrail.models.assets import Assets, image_literal, vocabulary_findings
 from vitrail.models.checkpoint import Checkpoint
 from vitrail.tokenizer.chat import ChatOptions
 from vitrail.tokenizer.messages import Message
@@ -83,7 +83,8 @@ class Preparer:
         if assets.tokenizer is not None:
             ids = assets.tokenizer.special_ids
             stops |= {ids[name] for name in TURN_ENDS if name in ids}
-            _check_tokenizer(assets.tokenizer, facts.vocab_size)
+            if found := vocabulary_findings(assets.tokenizer, facts.vocab_size):
+                raise Refused(found)
         self._stop_ids = frozenset(i for i in stops if i < facts.vocab_size)
 
     def chat(
@@ -98,7 +99,7 @@ class Preparer:
         tokenizer, template = self.tokenizer, self.assets.template
         assert template is not None, "a tokenizer comes with a template, perhaps one that refuses"
         image_id = self.facts.image_token_id
-        literal = self._image_literal(tokenizer)
+        literal = None if image_id is None else accept(image_literal(tokenizer, image_id))
         self._count(pictures, "messages")
         around = self._separators(pictures)
         rendered = template.render(
@@ -234,21 +235,6 @@ class Preparer:
                 "send fewer, or start the engine with a larger --max-images",
             )
 
-    def _image_literal(self, tokenizer: Tokenizer) -> str | None:
-        """What a template writes for a picture."""
-        image_id = self.facts.image_token_id
-        if image_id is None:
-            return None
-        if image_id not in tokenizer.specials.by_id:
-            raise _refused(
-                "tokenizer",
-                f"no special token of id {image_id}",
-                "the model's image token is a special of its tokenizer",
-                "use the tokenizer that was published with the model",
-                "bad_tokenizer",
-            )
-        return tokenizer.specials.by_id[image_id]
-
     def _separators(self, pictures: Sequence[Picture]) -> list[Separators]:
         """The text around each picture."""
         processor = self.assets.processor
@@ -368,21 +354,6 @@ class Preparer:
 def _is_alone(pictures: Sequence[Picture]) -> bool:
     """Whether there is exactly one picture, frames of videos not counted."""
     return sum(not p.is_frame for p in pictures) == 1
-
-
-def _check_tokenizer(tokenizer: Tokenizer, vocab_size: int) -> None:
-    """Every id that ordinary text can become has a row in the model. Specials beyond it are refused
-    where a template writes them: published tokenizers name more than they use."""
-    beyond = range(vocab_size, tokenizer.vocab_size)
-    missing = [i for i in beyond if not tokenizer.is_special(i) and tokenizer.token_bytes(i)]
-    if missing:
-        raise _refused(
-            "tokenizer",
-            f"{len(missing)} ordinary tokens from id {missing[0]} on, and {vocab_size} rows",
-            "every ordinary token has a row in the model's embedding",
-            "use the tokenizer that was published with the model",
-            "bad_tokenizer",
-        )
 
 
 def _mix(seed: int, text: str) -> int:
