@@ -24,7 +24,8 @@ TORCH_FREE = (
         f"vitrail.attention.{m}"
         for m in ("shape", "tiles", "legality", "fa4", "plan", "installed", "decode_spec")
     ),
-    *(f"vitrail.weights.{m}" for m in ("gguf", "mapping", "sharding", "headers", "plan")),
+    *(f"vitrail.weights.{m}" for m in ("gguf", "mapping", "sharding", "headers", "layout", "plan")),
+    *(f"vitrail.check.{m}" for m in ("encoder_peak", "remote", "report", "sizes", "weights")),
     *(
         f"vitrail.engine.{m}"
         for m in (

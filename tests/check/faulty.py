@@ -1,8 +1,8 @@
-"""Kimi-VL with faults of code, as modules that the registry finds by name: what no checkpoint's files
-show, and what `check` must see before it runs."""
+"""Kimi-VL with faults of code, as modules that the registry finds by name: what no files of a
+checkpoint show, and what `check` must see before it runs."""
 
 from collections.abc import Callable, Sequence
-from types import SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from vitrail.attention.shape import AttentionSite, Phase
 from vitrail.config.model import DType, ModelConfig
+from vitrail.models import qwen2
 from vitrail.models.kimi_vl import model as kimi
 from vitrail.models.kimi_vl.model import KimiVL
-from vitrail.models import qwen2
 from vitrail.vision.attention import VisionAttentionMetadata
 
 
@@ -70,7 +70,17 @@ class Unread(KimiVL):
     def __init__(self, config: ModelConfig, dtype: DType):
         super().__init__(config, dtype)
         for block in self.tower.encoder.blocks:
-            block.attn.sink = nn.Parameter(torch.zeros(2))
+            block.attn.sinks = nn.Parameter(torch.zeros(2))
+
+
+class Unplanned(KimiVL):
+    """Sinks that attention is called with and was not planned for."""
+
+    def __init__(self, config: ModelConfig, dtype: DType):
+        super().__init__(config, dtype)
+        for block in self.tower.encoder.blocks:
+            heads = block.attn.site.num_q_heads
+            block.attn.sink = nn.Parameter(torch.zeros(heads))
 
 
 class Miscounting(KimiVL):
@@ -81,11 +91,22 @@ class Miscounting(KimiVL):
         return rows[: len(rows) // 2]
 
 
-def entry(build: Callable[[ModelConfig, DType], Any], base: Any = kimi) -> Any:
+def entry(build: Callable[[ModelConfig, DType], Any], base: Any = kimi) -> ModuleType:
     """A `ModelEntry` that builds another module."""
-    return SimpleNamespace(
-        read_config=base.read_config, weight_map=base.weight_map, build=build, gguf_map=None
+    made = ModuleType("faulty_model")
+    vars(made).update(read_config=base.read_config, weight_map=base.weight_map, build=build)
+    return made
+
+
+def mimo_like(config: ModelConfig, dtype: DType) -> Any:
+    """A decoder whose keys are wider than its values, in pages: no model that is served, but the
+    one whose kernel died."""
+    model = qwen2.build(config, dtype)
+    wide = AttentionSite(
+        num_q_heads=8, num_kv_heads=1, head_dim=192, head_dim_v=128, scale=0.1, causal=True
     )
+    model.text_sites = lambda: [(wide, Phase.EXTEND), (wide, Phase.DECODE)]
+    return model
 
 
 def windowless(config: ModelConfig, dtype: DType) -> Any:

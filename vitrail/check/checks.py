@@ -100,12 +100,14 @@ class Share:
         self.size, self.subject = size, subject
         weight_map = map_of(subject.checkpoint, subject.config)
         cut = pieces(weight_map, subject.parameters)
-        self.tower = "none" if subject.config.vision is None else "cut"
         layout = Layout(rank=0, size=size)
-        tower = {name: piece for name, piece in cut.items() if _is_tower(name)}
-        if isinstance(cut_parameters(tower, subject.parameters, layout), list):
-            self.tower = "whole"
-            cut = pieces(weight_map, subject.parameters, whole=_is_tower)
+        self.tower = "none"
+        if subject.config.vision is not None:
+            tower = {name: piece for name, piece in cut.items() if is_tower(name)}
+            divides = not isinstance(cut_parameters(tower, subject.parameters, layout), list)
+            self.tower = "cut" if divides else "whole"
+        if self.tower == "whole":
+            cut = pieces(weight_map, subject.parameters, whole=is_tower)
         made = cut_parameters(cut, subject.parameters, layout)
         self.findings = made if isinstance(made, list) else []
         self.parameters = {} if isinstance(made, list) else made
@@ -136,7 +138,8 @@ class Share:
         return self.site(site) if self.tower == "cut" else site
 
 
-def _is_tower(name: str) -> bool:
+def is_tower(name: str) -> bool:
+    """Whether a parameter of a model with a tower is of its picture path."""
     return not name.startswith("decoder.")
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from vitrail.attention.plan import PlanTable
 from vitrail.check.checks import Share
-from vitrail.check.encoder_peak import encoder_peak
+from vitrail.check.encoder_peak import encoder_peak, product_bytes
 from vitrail.check.report import Row, gib
 from vitrail.check.sizes import (
     CPU_KV_BYTES,
@@ -63,7 +63,7 @@ def predict(subject: Subject, share: Share) -> Memory:
             subject.dtype,
             subject.patches,
             largest,
-        )
+        ) + product_bytes(subject.gpu.cc)
     free = total - CONTEXT_BYTES - weights
     return Memory(
         total=total,

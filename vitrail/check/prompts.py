@@ -62,10 +62,10 @@ def images_row(subject: Subject, sizes: Sizes | None) -> Row:
         found = _grid_findings(subject, grids, (width, height), limit)
         findings += [_named(f, where, severity) for f in found]
         tokens, patches = sum(g.num_tokens for g in grids), sum(g.num_patches for g in grids)
-        parts = f"{len(grids)} parts, " if len(grids) > 1 else ""
+        parts, first = f"{len(grids)} parts, " if grids[1:] else "", next(iter(grids))
         details.append(
-            f"{width} x {height}: {parts}{grids[0].height} x {grids[0].width} patches"
-            f"{_scales(grids[0])}, {patches:,} in all, {tokens:,} tokens"
+            f"{width} x {height}: {parts}{first.height} x {first.width} patches"
+            f"{_scales(first)}, {patches:,} in all, {tokens:,} tokens"
         )
         facts.append({"width": width, "height": height, "patches": patches, "tokens": tokens})
     budget = f"budget {subject.patches:,} patches a step, largest picture {processor.max_patches:,}"

@@ -62,8 +62,11 @@ def _rows(question: Question, hub: Hub | None) -> list[Row]:
         rows += made
         sizes = planned if sizes is None else sizes
     rows.append(prompts.images_row(subject, sizes))
-    rows.append(_or(bad["template"], "template", lambda: prompts.template_row(config, read)))
     tokenizer = bad["tokenizer"]
+    if tokenizer:
+        rows += _not_looked_at("template", why="the tokenizer is refused")
+    else:
+        rows.append(_or(bad["template"], "template", lambda: prompts.template_row(config, read)))
     rows.append(_or(tokenizer, "tokenizer", lambda: prompts.tokenizer_row(config, choices, read)))
     return rows
 

@@ -120,6 +120,8 @@ def plan_sizes(
             )
         ]
     token_bytes = sum(s.bytes_per_token() for s in specs)
+    if config.kv_cache_bytes is None and left < token_bytes * config.page_size:
+        return [_no_room(left, token_bytes * config.page_size)]
     # no more than every running request at full length can use
     pages_each = -(-wanted // config.page_size)
     most = config.max_running * pages_each * config.page_size * token_bytes
@@ -134,6 +136,16 @@ def plan_sizes(
     if isinstance(cache, list):
         return cache
     return Sizes(max_model_len=wanted, encoder_patches=patches, cache=cache, warnings=warnings)
+
+
+def _no_room(left: int, page_bytes: int) -> Finding:
+    return Finding(
+        where="memory",
+        saw=f"{left} bytes left for pages of {page_bytes}",
+        rule="weights, encoder, its cache and the forward pass leave room for a page at least",
+        change="use a larger GPU, or a smaller --encoder-patches or --encoder-cache-bytes",
+        code="out_of_memory",
+    )
 
 
 def _shorter(budget: int, held: int, wanted: int) -> Finding:

@@ -4,13 +4,15 @@ weights nothing reads, is found without a GPU and without weights."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from vitrail.attention.backend import HOLLOW
 from vitrail.attention.plan import AttentionPlan, PlanTable
 from vitrail.attention.shape import AttentionSite, Phase
+from vitrail.check.checks import is_tower
 from vitrail.check.live_bytes import LiveBytes, storage_key
 from vitrail.config.finding import Finding
 from vitrail.config.model import PatchRules, VisionConfig
@@ -33,6 +35,23 @@ class HollowTable(PlanTable):
         return replace(self._table.select(site, phase, batch, kv_len), backend=HOLLOW)
 
 
+class Shapes(LiveBytes):
+    """Counts on the meta device, where torch would spell a bicubic resize out in a hundred steps
+    that nobody sees."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        bicubic = torch.ops.aten.upsample_bicubic2d
+        if func in (bicubic.default, bicubic.vec):
+            func = _resized
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+def _resized(image: Tensor, size: Sequence[int], *_: object) -> Tensor:
+    return image.new_empty((*image.shape[:2], *size))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Traced:
     """What a step of pictures took: bytes alive at its peak, its patches, and the storages read."""
@@ -53,7 +72,7 @@ def trace_step(
     num_patches = sum(height * width for height, width in grids)
     size = (num_patches, CHANNELS * vision.patch_size**2)
     hollow = HollowTable(plans)
-    with torch.inference_mode(), torch.device("meta"), LiveBytes() as live:
+    with torch.inference_mode(), torch.device("meta"), Shapes() as live:
         patches = torch.empty(size, dtype=torch.uint8)
         features = model.encode_patches(patches, grids, hollow)
         rows = model.project_images(features, images)
@@ -76,22 +95,19 @@ def unequal(rules: PatchRules) -> list[ImageShape]:
 def image_path_findings(
     model: ImageModel, plans: PlanTable, vision: VisionConfig
 ) -> tuple[list[Finding], frozenset[int]]:
-    """Why pictures cannot be encoded: each alone, and those of unequal sizes together. With what
-    was read."""
+    """Why pictures cannot be encoded: those of unequal sizes together, or already one alone. With
+    the storages that were read."""
     images = unequal(vision.rules)
-    read: frozenset[int] = frozenset()
+    try:
+        return [], trace_step(model, plans, vision, images).read
+    except Exception as error:  # noqa: BLE001  whatever a model raises is the finding
+        together = _fails("pictures of unequal sizes in one step", images, error, "unequal_sizes")
     for image in images:
         try:
-            read |= trace_step(model, plans, vision, [image]).read
-        except Exception as error:  # noqa: BLE001  whatever a model raises is the finding
-            return [_fails("one picture", [image], error, "image_path")], read
-    try:
-        trace_step(model, plans, vision, images)
-    except Exception as error:  # noqa: BLE001
-        return [
-            _fails("pictures of unequal sizes in one step", images, error, "unequal_sizes")
-        ], read
-    return [], read
+            trace_step(model, plans, vision, [image])
+        except Exception as error:  # noqa: BLE001
+            return [_fails("one picture", [image], error, "image_path")], frozenset()
+    return [together], frozenset()
 
 
 def _fails(what: str, images: Sequence[ImageShape], error: Exception, code: str) -> Finding:
@@ -111,31 +127,32 @@ def _spelled(image: ImageShape) -> str:
     return f"{image.height} x {image.width} patches{blocks}"
 
 
-def full_steps(rules: PatchRules, budget: int) -> tuple[list[ImageShape], list[ImageShape]]:
-    """A step of one picture, and one of several that fills the budget: two large ones of half of
-    it each, or as many tiles as there is room for."""
+def full_steps(rules: PatchRules, budget: int) -> list[list[ImageShape]]:
+    """A step of one picture, then others that fill the budget: two large pictures of half of it
+    each, and one of all of it; or as many tiles as there is room for."""
     if rules.tile is not None:
-        room = max(2, budget // rules.tile**2)
         one = ImageShape(rules.tile, rules.tile)
-        return [one], [one] * room
-    columns = max(rules.merge, budget // 2 // rules.merge // rules.merge * rules.merge)
+        return [[one], [one] * max(2, budget // rules.tile**2)]
+    columns = max(1, budget // 2 // rules.merge**2) * rules.merge
     half = ImageShape(rules.merge, columns)
-    return [half], [half] * 2
+    return [[half], [half] * 2, [ImageShape(rules.merge, 2 * columns)]]
 
 
 def growth_findings(
     model: ImageModel, plans: PlanTable, vision: VisionConfig, budget: int
 ) -> list[Finding]:
-    """Whether memory is linear in patches, whatever they are packed with."""
-    first, full = (trace_step(model, plans, vision, s) for s in full_steps(vision.rules, budget))
-    alone, together = first.peak / first.patches, full.peak / full.patches
+    """Whether memory is linear in patches, whatever pictures they are of."""
+    first, *others = (trace_step(model, plans, vision, s) for s in full_steps(vision.rules, budget))
+    alone = first.peak / first.patches
+    worst = max(others, key=lambda step: step.peak / step.patches)
+    together = worst.peak / worst.patches
     if together <= LINEAR * alone:
         return []
     return [
         Finding(
             where="vision tower",
-            saw=f"{first.peak} bytes for {first.patches} patches, {full.peak} for {full.patches}: "
-            f"{alone:.0f} and {together:.0f} bytes a patch",
+            saw=f"{first.peak} bytes for {first.patches} patches, {worst.peak} for "
+            f"{worst.patches}: {alone:.0f} and {together:.0f} bytes a patch",
             rule="memory is linear in patches, however many pictures they are of: no mask or "
             "scores over all of them",
             change="attend through VisionAttention, whose sequences are packed",
@@ -149,7 +166,7 @@ def unread_findings(module: nn.Module, read: frozenset[int]) -> list[Finding]:
     towers = {
         name: p
         for name, p in module.named_parameters()
-        if not name.startswith("decoder.") and storage_key(p) not in read
+        if is_tower(name) and storage_key(p) not in read
     }
     if not towers:
         return []

@@ -10,13 +10,15 @@ from jaxtyping import Float
 from torch import Tensor
 
 from vitrail.attention.backend import UNSCALED, Attended, AttentionBackend
+from vitrail.attention.call import check_lengths, check_tensors
 from vitrail.attention.metadata import PagedMetadata, VarlenMetadata
 from vitrail.attention.plan import AttentionPlan
 from vitrail.config.model import KvScales
 
 
 class Hollow:
-    """Stateless. Outputs in the queries' dtype and their fp32 lse, as every kernel makes them."""
+    """Stateless. Holds a call to its plan as kernels do; outputs in the queries' dtype and an fp32
+    lse, as every kernel makes them."""
 
     def varlen(
         self,
@@ -28,6 +30,8 @@ class Hollow:
         sink_H: Float[Tensor, "H"] | None = None,
     ) -> Attended:
         """A sink counts as read."""
+        check_tensors(plan, q_THD, k_SKD, v_SKE, sink_H)
+        check_lengths(plan, meta)
         if sink_H is not None:
             sink_H.float()
         return _made(q_THD, v_SKE.shape[-1])
@@ -42,6 +46,8 @@ class Hollow:
         sink_H: Float[Tensor, "H"] | None = None,
         scales: KvScales = UNSCALED,
     ) -> Attended:
+        check_tensors(plan, q_THD, k_NPKD, v_NPKE, sink_H)
+        check_lengths(plan, meta)
         return _made(q_THD, v_NPKE.shape[-1])
 
     def latent(
@@ -52,6 +58,7 @@ class Hollow:
         meta: PagedMetadata,
         scales: KvScales = UNSCALED,
     ) -> Attended:
+        check_lengths(plan, meta)
         return _made(q_THC, plan.shape.site.latent_rank)
 
 
