@@ -4,14 +4,8 @@ import re
 import sys
 from collections.abc import Sequence
 
-import torch
-from rich.console import Console
-
 from vitrail.attention.installed import releases as installed_releases
 from vitrail.attention.plan import DISTRIBUTIONS
-from vitrail.check.report import show
-from vitrail.check.run import check
-from vitrail.check.subject import Question
 from vitrail.config.engine import EngineConfig
 from vitrail.config.finding import Finding, Refused
 from vitrail.config.hardware import CPU, Hardware, find, from_device
@@ -27,13 +21,25 @@ def run(
     as_json: bool,
     compiles: bool,
 ) -> int:
-    """Prints the report; its exit code. Raises `Refused` for flags that mean nothing."""
+    """Prints the report; its exit code. Raises `Refused` for flags that mean nothing, before
+    anything heavy is imported."""
+    device = None if gpu is None else find(gpu)
+    ranks = tuple(_size(size) for size in dict.fromkeys(sizes))
+    pictures = tuple(_image(text) for text in images)
+    installed = installed_releases() | dict(_release(text) for text in releases)
+
+    from rich.console import Console
+
+    from vitrail.check.report import show
+    from vitrail.check.run import check
+    from vitrail.check.subject import Question
+
     question = Question(
         choices=choices,
-        gpu=_here(choices) if gpu is None else find(gpu),
-        sizes=tuple(_size(size) for size in dict.fromkeys(sizes)),
-        images=tuple(_image(text) for text in images),
-        installed=installed_releases() | dict(_release(text) for text in releases),
+        gpu=device or _here(choices),
+        sizes=ranks,
+        images=pictures,
+        installed=installed,
         compile=compiles,
     )
     report = check(question)
@@ -46,6 +52,8 @@ def run(
 
 def _here(choices: EngineConfig) -> Hardware:
     """What start-up would take on this machine."""
+    import torch
+
     if choices.device == "cpu" or not torch.cuda.is_available():
         return CPU
     p = torch.cuda.get_device_properties(0)
