@@ -2,13 +2,25 @@
 Triton kernels run in its interpreter where there is no GPU."""
 
 import os
+from pathlib import Path
 
 from jaxtyping import install_import_hook
 
+OPS = Path(__file__).parent.parent / "vitrail" / "ops"
+
+
+def op_files() -> list[tuple[str, str]]:
+    """(folder, file) of every op but its kernels: their bodies cannot be decorated."""
+    found = [(p.parent.name, p.stem) for p in sorted(OPS.glob("*/*.py"))]
+    return [(folder, file) for folder, file in found if file not in ("__init__", "triton", "cute")]
+
+
 # Modules whose signatures take tensors or pixels. Bookkeeping in ints is pyright's business alone.
+# Of ops, the definitions: the hook would decorate the bodies of kernels beside them.
 install_import_hook(
     [
-        "vitrail.ops",
+        *(f"vitrail.ops.{folder}.{file}" for folder, file in op_files()),
+        "vitrail.ops.dispatch",
         "vitrail.layers",
         "vitrail.models",
         "vitrail.vision",

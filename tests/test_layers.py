@@ -16,6 +16,7 @@ TORCH_FREE = (
     "vitrail.cli",
     "vitrail.server.app",
     *(f"vitrail.models.{m}" for m in ("assets", "checkpoint", "gguf", "reading", "registry")),
+    *(f"vitrail.bench.{m}" for m in ("flags", "serve", "workload")),
     "vitrail.models.kimi_vl.processor",
     "vitrail.models.nvila.processor",
     *(f"vitrail.vision.{m}" for m in ("image", "preprocess", "placeholders", "video")),
@@ -25,14 +26,19 @@ TORCH_FREE = (
         for m in ("shape", "tiles", "legality", "fa4", "plan", "installed", "decode_spec")
     ),
     *(f"vitrail.weights.{m}" for m in ("gguf", "mapping", "sharding", "headers", "layout", "plan")),
-    *(f"vitrail.check.{m}" for m in ("encoder_peak", "remote", "report", "sizes", "weights")),
+    *(
+        f"vitrail.check.{m}"
+        for m in ("encoder_peak", "flags", "remote", "report", "sizes", "weights")
+    ),
     *(
         f"vitrail.engine.{m}"
         for m in (
             "answer",
             "client",
             "conversation",
+            "floors",
             "ipc",
+            "kernel_groups",
             "policy",
             "prepare",
             "request",

@@ -1,4 +1,4 @@
-"""The command line: `vitrail serve | generate | chat | check`. Flags of the engine are generated
+"""The command line: `vitrail serve | generate | chat | check | bench`. Engine flags are generated
 from `EngineConfig`; `tests/test_cli.py` freezes the list. Heavy rooms are imported by the command
 that needs them, so that `--help` and bad flags answer at once."""
 
@@ -11,6 +11,8 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, get_args, get_origin
 
+from vitrail.bench.flags import EngineChoices, add_bench, add_profile_flags, profile_window
+from vitrail.check.flags import add_check
 from vitrail.config.engine import EngineConfig
 from vitrail.config.env import read_env
 from vitrail.config.finding import Refused
@@ -48,6 +50,7 @@ def parser() -> argparse.ArgumentParser:
     serve.add_argument(
         "--http", choices=("granian", "uvicorn"), default="granian", help="HTTP server"
     )
+    add_profile_flags(serve)
     generate = commands.add_parser("generate", help="answer one prompt and exit")
     generate.set_defaults(run=_generate)
     generate.add_argument("prompt", nargs="?", help=f"default: {DEMO_QUESTION!r} of the demo")
@@ -59,51 +62,22 @@ def parser() -> argparse.ArgumentParser:
         )
         command.add_argument("--max-tokens", type=int, default=256, help="longest answer, tokens")
         command.add_argument("--temperature", type=float, default=0.0, help="0: greedy")
+    for command in (serve, generate, chat):
+        add_engine_flags(command)
     check = commands.add_parser("check", help="will it run? asked without a GPU or weights")
-    check.set_defaults(run=_check)
-    add_check_flags(check)
-    for command in (serve, generate, chat, check):
-        add_engine_flags(command, named=command is not check)
+    add_check(check, str(DEMO), engine_config)
+    add_engine_flags(check, without=("model",))
+    bench = commands.add_parser("bench", help="measure a server, an engine, a vision tower")
+    add_bench(bench, EngineChoices(add=add_engine_flags, read=engine_config))
     return top
 
 
-def add_check_flags(command: argparse.ArgumentParser) -> None:
-    """What is asked of a checkpoint beside the engine's choices."""
-    command.add_argument(
-        "model", nargs="?", default=str(DEMO), help="folder, .gguf file or hub id; default the demo"
-    )
-    command.add_argument(
-        "--gpu", help="h200, b300, ... or cpu; default what this machine has (see --device)"
-    )
-    command.add_argument(
-        "--tp", type=int, nargs="+", default=[1], help="sizes of the tensor-parallel axis"
-    )
-    command.add_argument(
-        "--image-size",
-        action="append",
-        default=[],
-        metavar="WxH",
-        help="a picture, in pixels; repeatable; default a spread",
-    )
-    command.add_argument(
-        "--release",
-        action="append",
-        default=[],
-        metavar="NAME==RELEASE",
-        help="plan with this flash-attn-4 or nvidia-cutlass-dsl; default what is installed",
-    )
-    command.add_argument("--json", action="store_true", help="one JSON object instead of a table")
-    command.add_argument(
-        "--compile", action="store_true", help="also compile every planned kernel for the GPU"
-    )
-
-
-def add_engine_flags(command: argparse.ArgumentParser, named: bool = True) -> None:
-    """One flag a field of `EngineConfig`; the model, unless it is not `named` but an argument,
-    defaults to the demo that ships with Vitrail."""
+def add_engine_flags(command: argparse.ArgumentParser, without: Sequence[str] = ()) -> None:
+    """One flag a field of `EngineConfig`, but for those that the command has as arguments; the
+    model defaults to the demo that ships with Vitrail."""
     group = command.add_argument_group("engine")
     for f in fields(EngineConfig):
-        if f.name == "model" and not named:
+        if f.name in without:
             continue
         flag = f"--{f.name.replace('_', '-')}"
         default = str(DEMO) if f.default is MISSING else f.default
@@ -139,6 +113,7 @@ def _serve(args: argparse.Namespace) -> int:
         name=args.served_model_name,
         http=args.http,
         api_key=read_env().api_key,
+        profile=profile_window(args),
     )
 
 
@@ -166,20 +141,6 @@ def _chat(args: argparse.Namespace) -> int:
     terminal = Terminal(engine_config(args), args.max_tokens, args.temperature)
     terminal.converse([Path(p) for p in args.image])
     return 0
-
-
-def _check(args: argparse.Namespace) -> int:
-    from vitrail.check.command import run
-
-    return run(
-        engine_config(args),
-        gpu=args.gpu,
-        sizes=args.tp,
-        images=args.image_size,
-        releases=args.release,
-        as_json=args.json,
-        compiles=args.compile,
-    )
 
 
 if __name__ == "__main__":

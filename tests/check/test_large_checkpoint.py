@@ -1,5 +1,5 @@
-"""300 GB of tensors, tens of thousands of them in many shards: sparse files, whose headers alone are
-real."""
+"""300 GB of tensors, tens of thousands of them in many shards: sparse files, of which the headers
+alone are real."""
 
 import json
 import struct

@@ -7,6 +7,7 @@ from vitrail.attention.plan import PlanLimits, make_table
 from vitrail.attention.shape import AttentionSite, Phase
 from vitrail.config.hardware import CPU
 from vitrail.ops.rope.naive import rope_table, rotate
+from vitrail.ops.vision.naive import Grids
 from vitrail.vision.attention import (
     RotaryTable,
     VisionAttention,
@@ -15,6 +16,7 @@ from vitrail.vision.attention import (
 
 DEVICE = torch.device("cpu")
 LENGTHS = [7, 1, 12]
+GRIDS = Grids.of([(1, 7), (1, 1), (3, 4)], DEVICE)
 
 
 def make(kv_heads, dim, hidden, interleaved=True, **more):
@@ -77,13 +79,13 @@ def test_packed_is_head_by_head(kv_heads, facts, form):
     module, plans = make(kv_heads, 6, 20, form == "interleaved", **facts)
     rotary = None if form == "none" else tables(6)
     x = torch.randn(sum(LENGTHS), 20, generator=torch.Generator().manual_seed(4))
-    meta = prepare_vision_attention_metadata(LENGTHS, rotary, plans, DEVICE)
+    meta = prepare_vision_attention_metadata(GRIDS, rotary, plans)
     assert (module(x, meta) - expected(module, x, rotary)).abs().max() <= 1e-5
 
 
 def test_sequences_do_not_see_each_other():
     module, plans = make(4, 6, 20)
-    meta = prepare_vision_attention_metadata(LENGTHS, tables(6), plans, DEVICE)
+    meta = prepare_vision_attention_metadata(GRIDS, tables(6), plans)
     x = torch.randn(sum(LENGTHS), 20, generator=torch.Generator().manual_seed(4))
     before = module(x, meta)
     x[: LENGTHS[0]] = torch.nan
@@ -97,5 +99,5 @@ def test_the_projection_may_be_wider_than_the_model():
     module, plans = make(2, 8, 20)
     assert module.qkv.weight.shape == ((4 + 2 + 2) * 8, 20)
     assert module.out.weight.shape == (20, 4 * 8)
-    meta = prepare_vision_attention_metadata(LENGTHS, tables(8), plans, DEVICE)
+    meta = prepare_vision_attention_metadata(GRIDS, tables(8), plans)
     assert module(torch.zeros(20, 20), meta).shape == (20, 20)

@@ -6,6 +6,7 @@ after it."""
 # pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false
 # pyright: reportUnknownVariableType=false
 
+import dataclasses
 import logging
 import time
 from collections.abc import Sequence
@@ -16,7 +17,7 @@ from torch import nn
 
 from vitrail.attention.installed import releases
 from vitrail.attention.plan import PlanLimits, PlanTable, make_table
-from vitrail.attention.shape import Phase
+from vitrail.attention.shape import AttentionSite, Phase
 from vitrail.attention.warm import warm
 from vitrail.cache.budget import CacheBudget, plan_cache
 from vitrail.cache.encoder import EncoderCache
@@ -24,14 +25,17 @@ from vitrail.cache.encoder_pool import EncoderPool
 from vitrail.cache.kv_pool import KvPool
 from vitrail.cache.manager import Manager
 from vitrail.cache.spec import ITEM_BYTES, LayerSpec, stored_as
-from vitrail.config.engine import GIB, EngineConfig, validate
+from vitrail.config.engine import DEFAULT_VIDEO_FRAMES, GIB, EngineConfig, plan_frames, validate
 from vitrail.config.finding import Finding, Refused, accept, errors
 from vitrail.config.hardware import CPU, Hardware, from_device
 from vitrail.config.model import DType, KvDType, ModelConfig, VisionConfig
 from vitrail.engine.batch import BatchBuilder
 from vitrail.engine.encode import ImageEncoder
 from vitrail.engine.engine import Engine
+from vitrail.engine.floors import Shapes
+from vitrail.engine.graphs import DecodeGraphs, GraphParts, graph_findings, ladder
 from vitrail.engine.measure import run_worst_steps
+from vitrail.engine.parcel import Door
 from vitrail.engine.prepare import ServingFacts
 from vitrail.engine.runner import Runner, RunnerParts
 from vitrail.engine.sampler import Sampler
@@ -49,6 +53,8 @@ log = logging.getLogger("vitrail.engine")
 DEFAULT_ENCODER_PATCHES = 16_384
 # GPU memory left to the forward pass beside weights, encoder and pages.
 WORKSPACE_BYTES = 2 * GIB
+# Of decode graphs: each one's own, and what the largest keeps between its kernels.
+GRAPH_BYTES, GRAPH_WORKSPACE_BYTES = 16 << 20, GIB // 2
 
 
 class Built(NamedTuple):
@@ -56,6 +62,25 @@ class Built(NamedTuple):
 
     engine: Engine
     facts: ServingFacts
+
+
+class Tower(NamedTuple):
+    """A vision tower that is ready alone, for measurements: `encoder` fills `pool`."""
+
+    encoder: ImageEncoder
+    pool: EncoderPool
+    vision: VisionConfig
+    hardware: Hardware
+    device: torch.device
+    dtype: DType
+
+
+class Placed(NamedTuple):
+    """What a configuration computes, in which types, and where."""
+
+    shapes: Shapes
+    hardware: Hardware
+    device: torch.device
 
 
 class _Sizes(NamedTuple):
@@ -83,6 +108,7 @@ def build_engine(
     entry = load_entry(checkpoint.architecture)
     model_config = accept(entry.read_config(checkpoint.config, checkpoint.generation))
     dtype = _dtype(config, model_config, device)
+    frames = _video_frames(config, model_config)
     with torch.device("meta"):
         model = entry.build(model_config, dtype)
     patches = _encoder_patches(config, model_config, processor)
@@ -111,8 +137,52 @@ def build_engine(
         encoder_patches=sizes.encoder_patches,
         kv_tokens=sizes.cache.num_tokens,
         patch_rules=None if vision is None else vision.rules,
+        video_frames=frames,
+        encoder_resizes=device.type == "cuda",
     )
     return Built(engine, facts)
+
+
+def build_tower(
+    config: EngineConfig, checkpoint: Checkpoint, processor: ImageProcessor | None
+) -> Tower:
+    """The encoder of a vision model, as `build_engine` makes it, without an engine around it.
+    Raises `Refused`, for a model without a tower too."""
+    found = errors(validate(config))
+    if found:
+        raise Refused(found)
+    device = _device(config)
+    hardware = _hardware(device)
+    entry = load_entry(checkpoint.architecture)
+    model_config = accept(entry.read_config(checkpoint.config, checkpoint.generation))
+    dtype = _dtype(config, model_config, device)
+    with torch.device("meta"):
+        model = entry.build(model_config, dtype)
+    vision = model_config.vision
+    if vision is None or not isinstance(model, ImageModel):
+        raise Refused(
+            Finding(
+                where="model",
+                saw=f"{checkpoint.architecture}, which takes text alone",
+                rule="a model with a vision tower",
+                change="give a vision model",
+            )
+        )
+    patches = _encoder_patches(config, model_config, processor)
+    plans = _image_plans(config, model, vision, dtype, patches, hardware)
+    _load(config, entry, model_config, model, checkpoint, device, None)
+    pool = EncoderPool()
+    encoder = ImageEncoder(model, plans, pool, device)
+    return Tower(encoder, pool, vision, hardware, device, dtype)
+
+
+def placed(config: EngineConfig, checkpoint: Checkpoint) -> Placed:
+    """As `build_engine` would decide. Raises `Refused`."""
+    device, entry = _device(config), load_entry(checkpoint.architecture)
+    model = accept(entry.read_config(checkpoint.config, checkpoint.generation))
+    dtype = _dtype(config, model, device)
+    shapes = Shapes(model=model, dtype=dtype, kv_dtype=_kv_dtype(config) or dtype)
+    return Placed(shapes, _hardware(device), device)
 
 
 def _device(config: EngineConfig) -> torch.device:
@@ -140,6 +210,13 @@ def _dtype(config: EngineConfig, model: ModelConfig, device: torch.device) -> DT
     if config.dtype != "auto":
         return config.dtype
     return "float32" if device.type == "cpu" else model.dtype
+
+
+def _video_frames(config: EngineConfig, model: ModelConfig) -> int:
+    """Without a tower no number is too large."""
+    if model.vision is None:
+        return config.video_frames or DEFAULT_VIDEO_FRAMES
+    return accept(plan_frames(config, model.video_frames))
 
 
 def _kv_dtype(config: EngineConfig) -> KvDType | None:
@@ -298,7 +375,34 @@ def _kv_bytes(config: EngineConfig, device: torch.device, encoder_peak: int) -> 
         return GIB
     free, total = torch.cuda.mem_get_info(device)
     kept = int(total * (1 - config.memory_fraction))
-    return free - kept - encoder_peak - config.encoder_cache_bytes - WORKSPACE_BYTES
+    others = encoder_peak + config.encoder_cache_bytes + _graph_bytes(config, device)
+    return free - kept - others - WORKSPACE_BYTES
+
+
+def _graph_sizes(config: EngineConfig, device: torch.device) -> list[int]:
+    """Batch sizes of the decode graphs, none on a CPU."""
+    if device.type == "cpu":
+        return []
+    asked = config.max_running if config.cuda_graphs is None else config.cuda_graphs
+    return ladder(min(asked, config.max_running))
+
+
+def _graph_bytes(config: EngineConfig, device: torch.device) -> int:
+    """What the decode graphs may take."""
+    sizes = _graph_sizes(config, device)
+    return len(sizes) * GRAPH_BYTES + GRAPH_WORKSPACE_BYTES if sizes else 0
+
+
+def _image_encoder(
+    model: Model,
+    vision: VisionConfig | None,
+    plans: PlanTable,
+    pool: EncoderPool,
+    device: torch.device,
+) -> ImageEncoder | None:
+    if vision is None or not isinstance(model, ImageModel):
+        return None
+    return ImageEncoder(model, plans, pool, device, vision.patch_size)
 
 
 def _assemble(
@@ -310,34 +414,28 @@ def _assemble(
     device: torch.device,
 ) -> Engine:
     specs, dtype = _specs(config, model), _dtype(config, model_config, device)
-    pool = KvPool(specs, sizes.cache.num_pages, config.page_size, device)
-    limits = PlanLimits(
-        dtype=dtype,
-        page_size=config.page_size,
-        max_batch=config.max_running,
-        max_q_len=config.max_step_tokens,
-        max_kv_len=sizes.max_model_len,
-        kv_dtype=_kv_dtype(config),
-    )
-    hardware, sites = _hardware(device), model.text_sites()
-    plans = _ready(make_table(sites, limits, hardware, config.attention, releases()), hardware)
-    assert all(phase is not Phase.ENCODE for _, phase in model.text_sites())
+    graphs = _graph_sizes(config, device)
+    # One page more than the manager knows of: where padded rows write.
+    pool = KvPool(specs, sizes.cache.num_pages + bool(graphs), config.page_size, device)
+    sites = model.text_sites()
+    plans = _text_plans(config, sites, dtype, sizes.max_model_len, _hardware(device))
     row_bytes = model_config.text.hidden_size * ITEM_BYTES[dtype]
     encoder_pool = EncoderPool()
     image_id, vocab_size = model_config.image_token_id, model_config.text.vocab_size
+    door = Door(device)
+    builder = BatchBuilder(
+        max_running=config.max_running,
+        max_pages=-(-sizes.max_model_len // config.page_size),
+        page_size=config.page_size,
+        device=device,
+        sites=sites,
+    )
     parts = RunnerParts(
         model=model,
         pool=pool,
         encoder_pool=encoder_pool,
-        encoder=ImageEncoder(model, image_plans, encoder_pool, device)
-        if isinstance(model, ImageModel)
-        else None,
-        builder=BatchBuilder(
-            max_running=config.max_running,
-            max_pages=-(-sizes.max_model_len // config.page_size),
-            page_size=config.page_size,
-            device=device,
-        ),
+        encoder=_image_encoder(model, model_config.vision, image_plans, encoder_pool, device),
+        builder=builder,
         sampler=Sampler(
             config.max_running,
             vocab_size,
@@ -345,8 +443,45 @@ def _assemble(
             device,
         ),
         plans=plans,
+        door=door,
+        graphs=_capture(
+            GraphParts(
+                model=model,
+                pool=pool,
+                plans=plans,
+                builder=builder,
+                scratch_page=sizes.cache.num_pages,
+                max_len=sizes.max_model_len,
+            ),
+            config,
+            door,
+        ),
     )
-    scheduler = Scheduler(
+    scheduler = _scheduler(config, sizes, row_bytes)
+    return Engine(scheduler, Runner(parts), step_ahead=config.step_ahead)
+
+
+def _text_plans(
+    config: EngineConfig,
+    sites: Sequence[tuple[AttentionSite, Phase]],
+    dtype: DType,
+    max_model_len: int,
+    hardware: Hardware,
+) -> PlanTable:
+    assert all(phase is not Phase.ENCODE for _, phase in sites)
+    limits = PlanLimits(
+        dtype=dtype,
+        page_size=config.page_size,
+        max_batch=config.max_running,
+        max_q_len=config.max_step_tokens,
+        max_kv_len=max_model_len,
+        kv_dtype=_kv_dtype(config),
+    )
+    return _ready(make_table(sites, limits, hardware, config.attention, releases()), hardware)
+
+
+def _scheduler(config: EngineConfig, sizes: _Sizes, row_bytes: int) -> Scheduler:
+    return Scheduler(
         SchedulerLimits(
             max_running=config.max_running,
             max_waiting=config.max_waiting,
@@ -359,4 +494,44 @@ def _assemble(
         Manager(sizes.cache.num_pages, config.page_size, config.prefix_cache),
         EncoderCache(config.encoder_cache_bytes, row_bytes),
     )
-    return Engine(scheduler, Runner(parts), step_ahead=config.step_ahead)
+
+
+def _capture(parts: GraphParts, config: EngineConfig, door: Door) -> DecodeGraphs | None:
+    """The decode graphs. Raises `Refused` where one cannot be captured, or where all of them take
+    more than was planned. Attention that cannot be captured is refused where graphs were asked for,
+    else a warning."""
+    sizes = _graph_sizes(config, door.device)
+    if not sizes:
+        return None
+    if found := graph_findings(p for p in parts.plans if p.shape.phase is Phase.DECODE):
+        if config.cuda_graphs is not None:
+            raise Refused(found)
+        log.warning("%s", dataclasses.replace(found[0], severity="warning"))
+        return None
+    torch.cuda.empty_cache()
+    before, began = torch.cuda.mem_get_info(door.device)[0], time.perf_counter()
+    graphs = DecodeGraphs(parts, sizes, door)
+    graphs.capture(door)
+    torch.cuda.empty_cache()
+    taken, planned = (
+        before - torch.cuda.mem_get_info(door.device)[0],
+        _graph_bytes(config, door.device),
+    )
+    log.info(
+        "%d decode graphs in %.1f s: %d MiB of %d planned",
+        len(sizes),
+        time.perf_counter() - began,
+        taken >> 20,
+        planned >> 20,
+    )
+    if taken > planned:
+        raise Refused(
+            Finding(
+                where="cuda_graphs",
+                saw=f"{len(sizes)} graphs of up to {sizes[-1]} decodes take {taken} bytes",
+                rule=f"at most the {planned} bytes that were planned for them",
+                change=f"pass --cuda-graphs {sizes[-1] // 2}, or 0 for none",
+                code="graphs_too_large",
+            )
+        )
+    return graphs

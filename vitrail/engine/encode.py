@@ -1,5 +1,6 @@
 """Encoding images: a plan's jobs -> the vision tower -> the encoder pool. Sequences of all jobs are
-packed into one pass; an image's rows are made when its last sequence is there. One image's failure
+packed into one pass; an image's rows are made when its last sequence is there. A picture that comes
+as it is becomes patches on the device. One image's failure
 is its own: a batch that fails is tried again job by job, and those that fail alone are reported."""
 
 # torch and numpy leave parts of their own signatures unknown
@@ -7,6 +8,7 @@ is its own: a batch that fails is tried again job by job, and those that fail al
 # pyright: reportUnknownVariableType=false
 
 from collections.abc import Collection, Sequence
+from itertools import accumulate, chain
 
 import numpy as np
 import torch
@@ -16,6 +18,12 @@ from vitrail.attention.plan import PlanTable
 from vitrail.cache.encoder_pool import EncoderPool
 from vitrail.engine.step import EncodeJob
 from vitrail.models.interface import ImageModel, ImageShape
+from vitrail.ops.dispatch import select_resize
+from vitrail.ops.resize.naive import Resample
+from vitrail.ops.resize.taps import taps
+
+ALIGN_BYTES = 16  # of each array of a copy
+DTYPES = {"uint8": torch.uint8, "int32": torch.int32, "float32": torch.float32}
 
 
 class ImageEncoder:
@@ -23,8 +31,14 @@ class ImageEncoder:
     unfinished ones live in the pool."""
 
     def __init__(
-        self, model: ImageModel, plans: PlanTable, pool: EncoderPool, device: torch.device
+        self,
+        model: ImageModel,
+        plans: PlanTable,
+        pool: EncoderPool,
+        device: torch.device,
+        patch_size: int,
     ):
+        self._patch_size = patch_size
         self._model = model
         self._plans = plans
         self._pool = pool
@@ -67,10 +81,14 @@ class ImageEncoder:
     def _encode(self, jobs: list[EncodeJob], pixels: list[np.ndarray]) -> list[Tensor]:
         """Each job's result: an image's rows with its last part, features of patches before. The
         pool is only read, so that a failure leaves nothing half done."""
-        patches = torch.from_numpy(np.concatenate(pixels)).to(self._device, non_blocking=True)
+        patches = patches_of(jobs, pixels, self._device, self._patch_size)
         grids = [(j.height, j.width) for j in jobs for _ in range(j.count)]
         features = self._model.encode_patches(patches, grids, self._plans)
-        made = list(features.split([j.num_patches for j in jobs]))
+        sizes = [j.num_patches for j in jobs]
+        if features.shape[0] != sum(sizes):
+            held = f"features of {features.shape[0]} patches"
+            raise ValueError(f"{held} for {len(jobs)} images of {sum(sizes)} patches")
+        made = list(features.split(sizes))
         last = [i for i, job in enumerate(jobs) if job.is_last]
         if not last:
             return made
@@ -81,7 +99,8 @@ class ImageEncoder:
         rows = self._model.project_images(whole, shapes)
         counts = [jobs[i].num_tokens for i in last]
         if rows.shape[0] != sum(counts):
-            raise ValueError(f"the tower made {rows.shape[0]} tokens for slots of {counts}")
+            held = f"rows of {rows.shape[0]} tokens"
+            raise ValueError(f"{held} for {len(last)} images of {sum(counts)} tokens")
         for i, part in zip(last, rows.split(counts), strict=True):
             made[i] = part
         return made
@@ -92,3 +111,58 @@ class ImageEncoder:
         if held != wanted:
             raise ValueError(f"{held} patches of its earlier parts are here, of {wanted}")
         return parts
+
+
+def patches_of(
+    jobs: Sequence[EncodeJob], pixels: Sequence[np.ndarray], device: torch.device, patch_size: int
+) -> Tensor:
+    """All jobs' patches on the device, of one dtype; pictures that come as they are become patches
+    there. One copy, which the host does not wait for."""
+    if all(job.resized is None for job in jobs):
+        return send_rows(pixels, device)
+    tables = [_tables(job, image) for job, image in zip(jobs, pixels, strict=True)]
+    sent = iter(send([*pixels, *chain.from_iterable(tables)], device))
+    made = [next(sent) for _ in jobs]
+    resized_patches = select_resize(device).resized_patches
+    for i, job in enumerate(jobs):
+        if job.resized is not None:
+            down, across = (Resample(next(sent), next(sent)) for _ in range(2))
+            made[i] = resized_patches(made[i], down, across, (job.height, job.width), patch_size)
+    return torch.cat(made)
+
+
+def _tables(job: EncodeJob, image: np.ndarray) -> list[np.ndarray]:
+    """What resizes the picture: starts and weights of its rows, then of its columns."""
+    if job.resized is None:
+        return []
+    if image.ndim != 3 or job.sequences != 1:
+        raise ValueError(f"{image.ndim} axes and {job.sequences} sequences of a picture to resize")
+    axes = zip(image.shape[:2], job.resized, strict=True)
+    return [table for size, new in axes for table in taps(size, new)]
+
+
+def send_rows(arrays: Sequence[np.ndarray], device: torch.device) -> Tensor:
+    """The arrays' rows, of one dtype and width, joined on the device, as `send` does it."""
+    if device.type != "cuda":
+        return torch.from_numpy(np.concatenate(arrays)).to(device)
+    rows, dtype = sum(map(len, arrays)), DTYPES[arrays[0].dtype.name]
+    host = torch.empty((rows, arrays[0].shape[1]), dtype=dtype, pin_memory=True)
+    np.concatenate(arrays, out=host.numpy())
+    return host.to(device, non_blocking=True)
+
+
+def send(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:
+    """The arrays on the device, in one copy from memory that the driver may read by itself."""
+    if device.type != "cuda":
+        return [torch.from_numpy(np.array(array)).to(device) for array in arrays]
+    sizes = [-(-array.nbytes // ALIGN_BYTES) * ALIGN_BYTES for array in arrays]
+    edges = [0, *accumulate(sizes)]
+    host = torch.empty(edges[-1], dtype=torch.uint8, pin_memory=True)
+    for array, start in zip(arrays, edges, strict=False):
+        place = host[start : start + array.nbytes].numpy().view(array.dtype)
+        np.copyto(place.reshape(array.shape), array)
+    flat = host.to(device, non_blocking=True)
+    return [
+        flat[start : start + array.nbytes].view(DTYPES[array.dtype.name]).view(array.shape)
+        for array, start in zip(arrays, edges, strict=False)
+    ]

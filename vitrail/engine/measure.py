@@ -8,6 +8,7 @@ projection then runs over these and the step's own."""
 
 import numpy as np
 import torch
+from msgspec.structs import replace
 
 from vitrail.attention.plan import PlanTable
 from vitrail.cache.encoder_pool import EncoderPool
@@ -21,11 +22,17 @@ from vitrail.vision.moonvit import CHANNELS
 
 def worst_jobs(rules: PatchRules, budget: int, largest: int | None) -> list[list[EncodeJob]]:
     """The jobs of each of `worst_steps`. One that does not begin with its picture's first sequence
-    finds those before it in the pool."""
-    return [
+    finds those before it in the pool. Where pictures are not tiles, one comes as patches and one as
+    it is, of the most pixels that are sent so."""
+    steps = [
         [_job(rules, entry, part) for entry, part in enumerate(step)]
         for step in worst_steps(rules, budget, largest)
     ]
+    if rules.tile is not None:
+        return steps
+    ((job,),) = steps
+    resized = (job.height * rules.patch_size, job.width * rules.patch_size)
+    return [[job], [replace(job, resized=resized)]]
 
 
 def _job(rules: PatchRules, entry: int, part: Part) -> EncodeJob:
@@ -41,6 +48,13 @@ def _job(rules: PatchRules, entry: int, part: Part) -> EncodeJob:
     )
 
 
+def _noise_size(job: EncodeJob, features: int) -> tuple[int, ...]:
+    """Of the job's patches, or of the picture that they are made from."""
+    if job.resized is None:
+        return (job.num_patches, features)
+    return (2 * job.resized[0], 2 * job.resized[1], CHANNELS)
+
+
 @torch.inference_mode()
 def run_worst_steps(
     model: ImageModel,
@@ -54,7 +68,7 @@ def run_worst_steps(
     """Run each of `worst_jobs` on noise, by the encoder that serves, with all that the pool holds
     of its pictures. Raises `RuntimeError` where one fails."""
     pool = EncoderPool()
-    encoder = ImageEncoder(model, plans, pool, device)
+    encoder = ImageEncoder(model, plans, pool, device, vision.patch_size)
     features = CHANNELS * vision.patch_size**2
     for step in worst_jobs(vision.rules, budget, largest):
         for job in step:
@@ -62,10 +76,9 @@ def run_worst_steps(
                 size = (job.height * job.width, vision.hidden_size)
                 pool.add_part(job.entry, torch.zeros(size, dtype=dtype, device=device))
         generator = np.random.default_rng(0)
-        failed = encoder.run(
-            step,
-            [generator.integers(0, 256, (job.num_patches, features), np.uint8) for job in step],
-        )
+        sizes = [_noise_size(job, features) for job in step]
+        pixels = [generator.integers(0, 256, size, np.uint8) for size in sizes]
+        failed = encoder.run(step, pixels)
         pool.drop(job.entry for job in step)
         if failed:
             reason = next(iter(failed.values()))

@@ -45,7 +45,8 @@ TURN_ENDS = ("<|im_end|>", "<|eot_id|>")
 
 class ServingFacts(msgspec.Struct, frozen=True, kw_only=True):
     """What a ready engine tells its frontends. `kv_tokens`: tokens that the KV cache
-    holds. `patch_rules`: how the tower takes pictures, None without one."""
+    holds. `patch_rules`: how the tower takes pictures, None without one. `video_frames`: taken
+    from a video. `encoder_resizes`: it resizes pictures itself, quicker than a frontend would."""
 
     vocab_size: int
     max_model_len: int
@@ -54,6 +55,8 @@ class ServingFacts(msgspec.Struct, frozen=True, kw_only=True):
     encoder_patches: int
     kv_tokens: int
     patch_rules: PatchRules | None
+    video_frames: int
+    encoder_resizes: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +81,7 @@ class Preparer:
         self.limits = ImageLimits(
             max_bytes=config.max_image_bytes, max_pixels=config.max_image_pixels
         )
-        self.video_frames = config.video_frames
+        self.video_frames = facts.video_frames
         stops = set(facts.eos_token_ids)
         if assets.tokenizer is not None:
             ids = assets.tokenizer.special_ids
@@ -308,13 +311,15 @@ class Preparer:
         return self._parts(image, alone, where)
 
     def _parts(self, image: DecodedImage, alone: bool, where: str) -> tuple[PatchedImage, ...]:
-        assert self.assets.processor is not None
-        grids = self.assets.processor.grids(image.height, image.width, alone)
+        processor = self.assets.processor
+        assert processor is not None
+        grids = processor.grids(image.height, image.width, alone)
         if isinstance(grids, Finding):
             raise Refused(replace(grids, where=where))
         for grid in grids:
             self._check_grid(grid, where)
-        return self.assets.processor.parts(image, alone)
+        whole = processor.unresized(image, alone) if self.facts.encoder_resizes else None
+        return processor.parts(image, alone) if whole is None else (whole,)
 
     def _check_grid(self, grid: ImageGrid, where: str) -> None:
         if grid.sequence_patches > self.facts.encoder_patches:
@@ -345,6 +350,7 @@ class Preparer:
                 patches=patched[s.image_index].patches,
                 sequences=patched[s.image_index].grid.sequences,
                 block=patched[s.image_index].grid.block,
+                resized=patched[s.image_index].resized,
             )
             for s in prompt.spans
         ]

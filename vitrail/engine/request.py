@@ -132,7 +132,9 @@ class ImageInput(msgspec.Struct, frozen=True, kw_only=True):
     revision. `offset`: absolute position of its first token; it covers `num_tokens`. It is
     `sequences` attention sequences of `height` x `width` patches each, and `patches` are theirs in
     order, [sequences * height * width, C*P*P], uint8 or normalised float32. `block`: (rows,
-    columns) of tiles in its last scale, where it has several scales."""
+    columns) of tiles in its last scale, where it has several scales. `resized`: (rows, columns) of
+    pixels to which the encoder brings `patches`, which then are the picture's pixels, uint8 [rows,
+    columns, 3], of one sequence."""
 
     identity: bytes
     offset: int
@@ -142,6 +144,7 @@ class ImageInput(msgspec.Struct, frozen=True, kw_only=True):
     patches: np.ndarray
     sequences: int = 1
     block: tuple[int, int] | None = None
+    resized: tuple[int, int] | None = None
 
     @property
     def sequence_patches(self) -> int:

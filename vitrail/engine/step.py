@@ -30,7 +30,7 @@ class SequenceStep(msgspec.Struct, frozen=True, gc=False):
 class EncodeJob(msgspec.Struct, frozen=True, gc=False):
     """Encode attention sequences [first, first + count) of the `sequences` of an image, each of
     `height` x `width` patches, into encoder entry `entry`. Parts come in order, in one step or in
-    several; the image is ready with the last one. `block`: as the image's."""
+    several; the image is ready with the last one. `block`, `resized`: as the image's."""
 
     entry: int
     height: int
@@ -40,6 +40,7 @@ class EncodeJob(msgspec.Struct, frozen=True, gc=False):
     count: int = 1
     sequences: int = 1
     block: tuple[int, int] | None = None
+    resized: tuple[int, int] | None = None
 
     @property
     def num_patches(self) -> int:
@@ -228,9 +229,11 @@ class StepDraft:
                 count=count,
                 sequences=image.sequences,
                 block=image.block,
+                resized=image.resized,
             )
         )
-        self.pixels.append(image.patches[first * size : (first + count) * size])
+        part = slice(first * size, (first + count) * size)
+        self.pixels.append(image.patches if image.resized else image.patches[part])
 
     def finish(self, index: int, drop_entries: tuple[int, ...]) -> tuple[StepPlan, StepInputs]:
         """The plan numbered `index` and its inputs."""

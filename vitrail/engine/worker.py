@@ -45,7 +45,13 @@ def _build(channel: EngineChannel) -> Built:
     def progress(done: int, total: int, name: str) -> None:
         channel.send(Loading(done=done, total=total, name=name))
 
-    return build_engine(config, checkpoint, processor, progress)
+    built = build_engine(config, checkpoint, processor, progress)
+    if start.profile is None:
+        return built
+    from vitrail.engine.profile import profiled
+
+    engine = profiled(built.engine, config, checkpoint, start.profile)
+    return built._replace(engine=engine)
 
 
 def serve_once(channel: EngineChannel, engine: Engine) -> None:

@@ -8,7 +8,6 @@ and `sink [H]` where the site has one.
 Legend: N packed patches, M hidden channels, H query heads, K key heads, D head_dim, F rotary
 pairs."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -17,10 +16,11 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from vitrail.attention.backend import load_backend
-from vitrail.attention.metadata import VarlenMetadata, varlen_metadata
+from vitrail.attention.metadata import VarlenMetadata
 from vitrail.attention.plan import PlanTable
 from vitrail.attention.shape import AttentionSite, Phase
-from vitrail.ops.rope.naive import rotate
+from vitrail.ops.dispatch import select_vision
+from vitrail.ops.vision.naive import Grids
 
 
 class RotaryTable(NamedTuple):
@@ -40,14 +40,18 @@ class VisionAttentionMetadata:
 
 
 def prepare_vision_attention_metadata(
-    lengths: Sequence[int],
-    rotary: RotaryTable | None,
-    plans: PlanTable,
-    device: torch.device,
+    grids: Grids, rotary: RotaryTable | None, plans: PlanTable
 ) -> VisionAttentionMetadata:
-    """Once a batch, from host ints; no layer asks the device for anything. `lengths`: patches of
-    each attention sequence, in packed order."""
-    varlen = varlen_metadata(lengths, device)
+    """Once a batch, from host ints; no layer asks the device for anything. A grid is an attention
+    sequence."""
+    lengths = tuple(height * width for height, width in grids.sizes)
+    varlen = VarlenMetadata(
+        q_lens=lengths,
+        kv_lens=lengths,
+        q_starts=(0,) * len(lengths),
+        cu_q=grids.edges,
+        cu_kv=grids.edges,
+    )
     return VisionAttentionMetadata(varlen=varlen, rotary=rotary, plans=plans)
 
 
@@ -70,10 +74,12 @@ class VisionAttention(nn.Module):
         self, x_NM: Float[Tensor, "N M"], meta: VisionAttentionMetadata
     ) -> Float[Tensor, "N M"]:
         qkv_NHD = self.qkv(x_NM).unflatten(1, (sum(self.heads), self.site.head_dim))
-        q_NHD, k_NKD, v_NKD = qkv_NHD.split(self.heads, dim=1)
-        if meta.rotary is not None:
-            q_NHD = rotate(q_NHD, *meta.rotary, self.rope_interleaved)
-            k_NKD = rotate(k_NKD, *meta.rotary, self.rope_interleaved)
+        if meta.rotary is None:
+            q_NHD, k_NKD, v_NKD = qkv_NHD.split(self.heads, dim=1)
+        else:
+            q_NHD, k_NKD, v_NKD = select_vision(x_NM.device).rotate_heads(
+                qkv_NHD, self.heads, *meta.rotary, self.rope_interleaved
+            )
         varlen = meta.varlen
         plan = meta.plans.select(self.site, Phase.ENCODE, varlen.batch, varlen.max_kv_len)
         backend = load_backend(plan.backend)

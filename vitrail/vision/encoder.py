@@ -6,14 +6,14 @@ Parameters: `blocks.N.{norm1,norm2}.{weight,bias}`, `blocks.N.attn.*` (see `atte
 Legend: N packed patches, M hidden channels."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
 from vitrail.attention.shape import AttentionSite
+from vitrail.ops.dispatch import select_vision
 from vitrail.vision.attention import VisionAttention, VisionAttentionMetadata
 
 
@@ -30,6 +30,21 @@ class EncoderShape:
     gelu: Literal["none", "tanh"]
 
 
+class Residual(NamedTuple):
+    """x + delta, not added yet; `delta` None: x. Who adds may overwrite delta."""
+
+    x: Float[Tensor, "N M"]
+    delta: Float[Tensor, "N M"] | None
+
+
+def add_norm(x: Residual, norm: nn.LayerNorm) -> tuple[Float[Tensor, "N M"], Float[Tensor, "N M"]]:
+    """(norm of the sum, the sum)."""
+    ops = select_vision(x.x.device)
+    if x.delta is None:
+        return ops.layer_norm(x.x, norm.weight, norm.bias, norm.eps), x.x
+    return ops.add_layer_norm(x.x, x.delta, norm.weight, norm.bias, norm.eps)
+
+
 class Mlp(nn.Module):
     """down(gelu(up(x)))"""
 
@@ -40,11 +55,13 @@ class Mlp(nn.Module):
         self.down = nn.Linear(shape.intermediate_size, shape.hidden_size, dtype=dtype)
 
     def forward(self, x_NM: Float[Tensor, "N M"]) -> Float[Tensor, "N M"]:
-        return self.down(F.gelu(self.up(x_NM), approximate=self.gelu))
+        linear_gelu = select_vision(x_NM.device).linear_gelu
+        return self.down(linear_gelu(x_NM, self.up.weight, self.up.bias, self.gelu))
 
 
 class EncoderBlock(nn.Module):
-    """x + attn(norm1 x), then x + mlp(norm2 x)."""
+    """x + attn(norm1 x), then x + mlp(norm2 x). The last sum is left to whoever reads it, who norms
+    it in the same pass."""
 
     def __init__(self, shape: EncoderShape, dtype: torch.dtype):
         super().__init__()
@@ -54,11 +71,11 @@ class EncoderBlock(nn.Module):
         self.norm2 = nn.LayerNorm(size, eps=eps, dtype=dtype)
         self.mlp = Mlp(shape, dtype)
 
-    def forward(
-        self, x_NM: Float[Tensor, "N M"], meta: VisionAttentionMetadata
-    ) -> Float[Tensor, "N M"]:
-        x_NM = x_NM + self.attn(self.norm1(x_NM), meta)
-        return x_NM + self.mlp(self.norm2(x_NM))
+    def forward(self, x: Residual, meta: VisionAttentionMetadata) -> Residual:
+        normed_NM, x_NM = add_norm(x, self.norm1)
+        delta_NM = self.attn(normed_NM, meta)
+        normed_NM, x_NM = add_norm(Residual(x_NM, delta_NM), self.norm2)
+        return Residual(x_NM, self.mlp(normed_NM))
 
 
 class Encoder(nn.Module):
@@ -72,6 +89,7 @@ class Encoder(nn.Module):
     def forward(
         self, x_NM: Float[Tensor, "N M"], meta: VisionAttentionMetadata
     ) -> Float[Tensor, "N M"]:
+        x = Residual(x_NM, None)
         for block in self.blocks:
-            x_NM = block(x_NM, meta)
-        return self.norm(x_NM)
+            x = block(x, meta)
+        return add_norm(x, self.norm)[0]

@@ -10,14 +10,14 @@ Legend: N packed patches, F = C*P*P samples of a patch, M hidden channels, h w a
 from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
 from jaxtyping import Float, UInt8
 from torch import Tensor, nn
 
 from vitrail.attention.plan import PlanTable
 from vitrail.attention.shape import AttentionSite, Phase
 from vitrail.config.model import MoonVitConfig
-from vitrail.ops.rope.naive import rope_table_2d
+from vitrail.ops.dispatch import select_vision
+from vitrail.ops.vision.naive import Grids
 from vitrail.vision.attention import RotaryTable, prepare_vision_attention_metadata
 from vitrail.vision.encoder import Encoder, EncoderShape
 
@@ -71,35 +71,12 @@ class MoonVit(nn.Module):
         """Hidden states after the final norm, one row a patch, pictures concatenated in order.
         `patches_NF`: [C, P, P] flattened; uint8 samples, or floats already normalised. `grids`:
         (height, width) of each picture in patches, row-major."""
-        lengths = [height * width for height, width in grids]
-        assert sum(lengths) == patches_NF.shape[0], f"{patches_NF.shape[0]} patches for {grids}"
-        device = patches_NF.device
-        cos_NF, sin_NF = rope_table_2d(grids, self.config.head_dim, self.config.rope_theta, device)
-        rotary = RotaryTable(cos_NF, sin_NF)
-        meta = prepare_vision_attention_metadata(lengths, rotary, plans, device)
-        dtype = self.patch_embed.weight.dtype
-        x_NM = self.patch_embed(normalise_patches(patches_NF).to(dtype)) + self.positions(grids)
-        return self.encoder(x_NM, meta)
-
-    def positions(self, grids: Sequence[tuple[int, int]]) -> Float[Tensor, "N M"]:
-        """The learned table resized to each grid, in fp32, as it is where the sizes agree."""
-        made = {grid: self._resized(*grid) for grid in dict.fromkeys(grids)}
-        none = self.pos_embed.new_empty((0, self.config.hidden_size))
-        return torch.cat([none, *(made[grid] for grid in grids)])
-
-    def _resized(self, height: int, width: int) -> Float[Tensor, "hw M"]:
-        table_hwM = self.pos_embed
-        if table_hwM.shape[:2] != (height, width):
-            image_1Mhw = table_hwM.float().permute(2, 0, 1)[None]
-            resized = F.interpolate(image_1Mhw, (height, width), mode="bicubic")
-            table_hwM = resized[0].permute(1, 2, 0).to(table_hwM.dtype)
-        return table_hwM.flatten(0, 1)
-
-
-def normalise_patches(
-    patches_NF: Float[Tensor, "N F"] | UInt8[Tensor, "N F"],
-) -> Float[Tensor, "N F"]:
-    """uint8 samples to (x / 255 - 0.5) / 0.5 in fp32; floats as they are."""
-    if patches_NF.dtype != torch.uint8:
-        return patches_NF
-    return (patches_NF.float() / 255 - 0.5) / 0.5
+        device, config = patches_NF.device, self.config
+        packed, ops = Grids.of(grids, device), select_vision(device)
+        count = patches_NF.shape[0]
+        assert packed.num_patches == count, f"{count} patches for {grids}"
+        rotary = RotaryTable(*ops.rope_tables(packed, config.head_dim, config.rope_theta, device))
+        meta = prepare_vision_attention_metadata(packed, rotary, plans)
+        embed = self.patch_embed
+        x_NM = ops.embed(patches_NF, embed.weight, embed.bias)
+        return self.encoder(ops.add_positions(x_NM, self.pos_embed, packed), meta)

@@ -68,11 +68,18 @@ class Normalisation:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PatchedImage:
     """`patches` [grid.num_patches, C*P*P]: raw uint8, or float32 already normalised by the caller.
-    `digest`: 32 bytes that identify the content."""
+    Or the upright picture itself, of which the encoder makes the same patches: uint8 [height,
+    width, 3]. `digest`: 32 bytes that identify the content."""
 
-    patches: Patches
+    patches: Patches | Pixels
     grid: ImageGrid
     digest: bytes
+
+    @property
+    def resized(self) -> tuple[int, int] | None:
+        """(rows, columns) to which the encoder resizes; None where there are patches already."""
+        grid = self.grid
+        return (grid.resized_height, grid.resized_width) if self.patches.ndim == 3 else None
 
 
 @runtime_checkable
@@ -103,6 +110,11 @@ class ImageProcessor(Protocol):
 
     def parts(self, image: DecodedImage, alone: bool) -> tuple[PatchedImage, ...]:
         """The patches of `grids`. Raises `Refused` with its finding."""
+        ...
+
+    def unresized(self, image: DecodedImage, alone: bool) -> PatchedImage | None:
+        """What `parts` gives, left to an encoder that resizes; None where it is several parts or
+        sequences, or where the picture itself is too large to send in their place."""
         ...
 
     def separators(self, alone: bool) -> Separators:

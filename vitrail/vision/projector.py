@@ -8,11 +8,11 @@ Legend: N packed patches, M tower channels, m patches a side of a block, L packe
 from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
 from vitrail.config.model import MoonVitConfig
+from vitrail.ops.dispatch import select_vision
 
 
 class MergeProjector(nn.Module):
@@ -31,8 +31,10 @@ class MergeProjector(nn.Module):
         self, x_NM: Float[Tensor, "N M"], grids: Sequence[tuple[int, int]]
     ) -> Float[Tensor, "L text_hidden"]:
         """`x_NM`: patches of pictures of these (height, width) grids, row-major, in order."""
-        merged = merge_patches(self.norm(x_NM), grids, self.merge)
-        return self.down(F.gelu(self.up(merged)))
+        ops, norm, up = select_vision(x_NM.device), self.norm, self.up
+        normed_NM = ops.layer_norm(x_NM, norm.weight, norm.bias, norm.eps)
+        merged = merge_patches(normed_NM, grids, self.merge)
+        return self.down(ops.linear_gelu(merged, up.weight, up.bias, "none"))
 
 
 def merge_patches(

@@ -15,6 +15,7 @@ from blake3 import blake3
 
 from vitrail.config.finding import Finding, Refused
 from vitrail.config.reader import Keys, load_json
+from vitrail.ops.resize.taps import columns_first
 from vitrail.vision.image import DecodedImage
 from vitrail.vision.preprocess import (
     ImageGrid,
@@ -27,6 +28,7 @@ from vitrail.vision.preprocess import (
 )
 
 NORMALISATION = Normalisation(mean=(0.5, 0.5, 0.5), std=(0.5, 0.5, 0.5))
+UNRESIZED_BYTES = 4  # of a picture for each of its patches', at most
 MAX_SIDE = 512  # patches; the authors' code raises from here on
 
 _IGNORED = ("auto_map", "num_pooled_tokens", "processor_class")
@@ -148,6 +150,16 @@ class KimiVLProcessor:
 
     def parts(self, image: DecodedImage, alone: bool) -> tuple[PatchedImage, ...]:
         return (self.process(image),)
+
+    def unresized(self, image: DecodedImage, alone: bool) -> PatchedImage | None:
+        grid = self.grid(image.height, image.width)
+        if isinstance(grid, Finding):
+            raise Refused(grid)
+        most = UNRESIZED_BYTES * grid.num_patches * 3 * self.patch_size**2
+        sizes = (image.height, image.width), (grid.resized_height, grid.resized_width)
+        if image.pixels.nbytes > most or not columns_first(*sizes):
+            return None
+        return PatchedImage(patches=image.pixels, grid=grid, digest=image.digest)
 
     def separators(self, alone: bool) -> Separators:
         """None: the template frames each picture."""

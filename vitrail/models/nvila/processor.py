@@ -147,6 +147,9 @@ class NvilaProcessor:
             tiles += self._tiles(image.pixels, 1, 1)
         return tuple(self._patched(tile, ((1, 1),), grids[0]) for tile in tiles)
 
+    def unresized(self, image: DecodedImage, alone: bool) -> PatchedImage | None:
+        return None
+
     def separators(self, alone: bool) -> Separators:
         return Separators(end="\n", text="\n" if alone and self.kind == "nvila_lite" else "")
 

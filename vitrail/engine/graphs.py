@@ -1,0 +1,244 @@
+"""Decode steps as CUDA graphs, one a batch size of a ladder: from the last tokens to hidden states.
+Owns the graphs and the memory at fixed addresses that they read.
+
+A step packs its rows at the head of its parcel, which lands in `inputs`; kernels and addresses
+stay, numbers change. The attention's plan is that of the longest context, whatever the rows'
+lengths: its work is data too, up to the plan's bound of items, and what is not used exits at once.
+
+A batch between two sizes is padded with its row of the fewest keys, once more: the same token, the
+same keys, the same experts, so nothing is infinite and nothing is read that was not read anyway. A
+padded row writes its key to a page that nobody reads, and nobody reads its result.
+
+Legend: B rows of a graph, M hidden channels."""
+
+# torch and numpy leave parts of their own signatures unknown
+# pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false
+# pyright: reportUnknownVariableType=false
+
+from bisect import bisect_left
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from vitrail.attention.metadata import PagedMetadata, Work
+from vitrail.attention.plan import AttentionPlan, PlanTable
+from vitrail.attention.records import RECORDED, Records, decode_records, padded, room
+from vitrail.attention.shape import Phase
+from vitrail.cache.kv_pool import KvPool
+from vitrail.config.finding import Finding, Refused
+from vitrail.engine.batch import BatchBuilder, Rows
+from vitrail.engine.parcel import Door, Parcel, Received
+from vitrail.engine.step import StepPlan
+from vitrail.layers.context import ForwardContext
+from vitrail.models.interface import Model
+
+# Bytes of a parcel behind a graph's own: parameters of the sampled rows, as most batches have them.
+TAIL_BYTES = 1 << 16
+
+
+def ladder(largest: int) -> list[int]:
+    """Sizes up to `largest`: 1, 2, 4, then by eights to 64, sixteens to 256, thirty-twos."""
+    sizes = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, largest + 1, 32)]
+    return [*(s for s in sizes if s < largest), largest] if largest else []
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GraphParts:
+    """What graphs are captured over. `scratch_page`: the page that nobody reads; `max_len`: keys of
+    the longest sequence."""
+
+    model: Model
+    pool: KvPool
+    plans: PlanTable
+    builder: BatchBuilder
+    scratch_page: int
+    max_len: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Tickets:
+    slots: int
+    positions: int
+    cache_slots: int
+    kv_lens: int
+    page_places: int
+    pages: int
+    work: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Captured:
+    """`hidden`: [B, M], `slots`: int64 [B], both overwritten by the next replay."""
+
+    graph: torch.cuda.CUDAGraph
+    hidden: Tensor
+    slots: Tensor
+
+
+class DecodeGraphs:
+    """`pack`, then send the parcel to `inputs`, then `replay`."""
+
+    def __init__(self, parts: GraphParts, sizes: Iterable[int], door: Door):
+        self._p = parts
+        self._sizes = sorted(sizes)
+        self._scratch = parts.scratch_page * parts.builder.page_size
+        parts.builder.table[-1] = parts.scratch_page
+        largest = door.parcel()
+        self._pack(self._nothing(self._sizes[-1]), self._sizes[-1], largest)
+        self.inputs = torch.zeros(largest.size + TAIL_BYTES, dtype=torch.uint8, device=door.device)
+        self._cu_q = torch.arange(self._sizes[-1] + 1, dtype=torch.int32, device=door.device)
+        self._captured: dict[int, _Captured] = {}
+
+    def fits(self, plan: StepPlan) -> bool:
+        """Whether it is of decodes alone, and not more than were captured."""
+        return not plan.prefills and len(plan.decodes) <= self._sizes[-1]
+
+    @torch.inference_mode()
+    def capture(self, door: Door) -> None:
+        """All sizes, the largest first, in one pool of memory. Raises `Refused`, naming the size
+        that failed."""
+        pool, stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(door.device)
+        for size in reversed(self._sizes):
+            sent = door.parcel()
+            tickets = self._pack(self._nothing(size), size, sent)
+            got = sent.send(self.inputs)
+            try:
+                self._forward(got, tickets, size)  # whatever is made at a first call
+                torch.cuda.synchronize(door.device)
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.stream(stream):
+                    graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+                    hidden = self._forward(got, tickets, size)
+                    graph.capture_end()
+            except Exception as error:
+                raise Refused(_failed(size, error)) from error
+            slots = got(tickets.slots)
+            self._captured[size] = _Captured(graph=graph, hidden=hidden, slots=slots)
+        torch.cuda.synchronize(door.device)
+
+    def pack(self, plan: StepPlan, sent: Parcel) -> np.ndarray:
+        """Lay out a plan of decodes alone at the head of `sent`: the slots of its rows."""
+        builder = self._p.builder
+        places, pages = builder.turn_pages(plan)
+        rows = Rows.of_decodes(plan.decodes)
+        count = len(rows.slots)
+        size = self._size(count)
+        cache_slots = builder.cache_slots(rows.slots, rows.starts)
+        at = np.arange(size)
+        at[count:] = rows.starts.argmin()
+        padded_slots = cache_slots[at]
+        padded_slots[count:] = self._scratch + at[count:] % builder.page_size
+        head = _Head(rows.slots[at], rows.starts[at], padded_slots, places, pages)
+        self._pack(head, size, sent)
+        return rows.slots
+
+    def replay(self, count: int) -> tuple[Tensor, Tensor]:
+        """Hidden states [count, M] of the rows packed last, and their slots, int64: both until the
+        next replay."""
+        captured = self._captured[self._size(count)]
+        captured.graph.replay()
+        return captured.hidden[:count], captured.slots[:count]
+
+    def _size(self, count: int) -> int:
+        return self._sizes[bisect_left(self._sizes, count)]
+
+    def _nothing(self, size: int) -> "_Head":
+        """Rows of nobody: one key each, in the scratch page."""
+        nobody = np.full(size, self._p.builder.max_running)
+        none = np.zeros(0, dtype=np.int64)
+        slots = self._scratch + np.arange(size) % self._p.builder.page_size
+        return _Head(nobody, np.zeros_like(nobody), slots, none, none.astype(np.int32))
+
+    def _pack(self, head: "_Head", size: int, sent: Parcel) -> _Tickets:
+        builder, kv_lens = self._p.builder, head.starts + 1
+        # A row takes one page a step at most; the rest write the last row of the table as it is.
+        places = np.full(size, builder.max_running * builder.max_pages)
+        pages = np.full(size, self._p.scratch_page, dtype=np.int32)
+        places[: len(head.places)], pages[: len(head.pages)] = head.places, head.pages
+        return _Tickets(
+            slots=sent.add(head.slots),
+            positions=sent.add(head.starts),
+            cache_slots=sent.add(head.cache_slots),
+            kv_lens=sent.add(kv_lens.astype(np.int32)),
+            page_places=sent.add(places),
+            pages=sent.add(pages),
+            work=tuple(self._pack_work(plan, kv_lens, sent) for plan in self._plans(size)),
+        )
+
+    def _pack_work(self, plan: AttentionPlan, kv_lens: np.ndarray, sent: Parcel) -> tuple[int, int]:
+        records: Records = decode_records(plan, kv_lens, np.arange(len(kv_lens)))
+        records = padded(records, *room(plan, len(kv_lens)))
+        return sent.add(records.items), sent.add(records.combines)
+
+    def _plans(self, size: int) -> list[AttentionPlan]:
+        """Of the sites whose launches follow records, at the longest context."""
+        p = self._p
+        sites = [site for site, phase in p.model.text_sites() if phase is Phase.DECODE]
+        plans = [p.plans.select(site, Phase.DECODE, size, p.max_len) for site in sites]
+        return [plan for plan in dict.fromkeys(plans) if plan.backend in RECORDED]
+
+    def _forward(self, got: Received, tickets: _Tickets, size: int) -> Tensor:
+        p, builder = self._p, self._p.builder
+        slots = got(tickets.slots)
+        builder.table.view(-1).index_copy_(0, got(tickets.page_places), got(tickets.pages))
+        meta = PagedMetadata(
+            page_size=builder.page_size,
+            q_lens=(1,) * size,
+            kv_lens=(p.max_len,) * size,
+            cu_q=self._cu_q[: size + 1],
+            kv_lens_dev=got(tickets.kv_lens),
+            block_table=builder.table.index_select(0, slots),
+        )
+        for plan, (items, combines) in zip(self._plans(size), tickets.work, strict=True):
+            most = room(plan, size)[0]
+            meta.work.put(plan, Work(items=got(items), combines=got(combines), slots=most))
+        context = ForwardContext(
+            positions=got(tickets.positions),
+            cache_slots=got(tickets.cache_slots),
+            num_prefill=0,
+            prefill=None,
+            decode=meta,
+            plans=p.plans,
+            pool=p.pool,
+        )
+        hidden = p.model.embed(builder.last_tokens.index_select(0, slots))
+        return p.model.forward(hidden, context)
+
+
+@dataclass(frozen=True, slots=True)
+class _Head:
+    """Rows of a graph by column, int64, and new pages with their places in the table."""
+
+    slots: np.ndarray
+    starts: np.ndarray
+    cache_slots: np.ndarray
+    places: np.ndarray
+    pages: np.ndarray
+
+
+def graph_findings(plans: Iterable[AttentionPlan]) -> list[Finding]:
+    """Why decodes cannot be captured over these plans: the reference asks the host for lengths."""
+    return [
+        Finding(
+            where="cuda_graphs",
+            saw=f"attention decode on backend {plan.backend}",
+            rule="work of captured decodes is data on the device",
+            change="pass --cuda-graphs 0, or leave the attention's choice to the plan",
+            code="decode_not_capturable",
+        )
+        for plan in plans
+        if plan.backend == "reference"
+    ][:1]
+
+
+def _failed(size: int, error: Exception) -> Finding:
+    return Finding(
+        where=f"cuda_graphs: a graph of {size} decodes",
+        saw=f"{type(error).__name__}: {error}",
+        rule="every size of the ladder is captured before anything is served",
+        change="pass --cuda-graphs 0, or a smaller size",
+        code="graph_not_captured",
+    )
