@@ -12,6 +12,7 @@ from vitrail.check.sizes import (
     CPU_KV_BYTES,
     WORKSPACE_BYTES,
     Sizes,
+    graph_bytes,
     kv_bytes,
     plan_sizes,
     stored_specs,
@@ -34,6 +35,7 @@ class Memory:
     weights: int
     encoder_peak: int
     encoder_cache: int
+    graphs: int
     workspace: int
     kept: int
     left: int
@@ -50,6 +52,7 @@ def predict(subject: Subject, share: Share) -> Memory:
             weights=weights,
             encoder_peak=0,
             encoder_cache=config.encoder_cache_bytes,
+            graphs=0,
             workspace=0,
             kept=0,
             left=CPU_KV_BYTES,
@@ -71,6 +74,7 @@ def predict(subject: Subject, share: Share) -> Memory:
         weights=weights,
         encoder_peak=peak,
         encoder_cache=config.encoder_cache_bytes,
+        graphs=graph_bytes(config, on_cpu=False),
         workspace=WORKSPACE_BYTES,
         kept=total - int(total * config.memory_fraction),
         left=kv_bytes(config, free, total, peak),
@@ -110,6 +114,7 @@ def memory_row(subject: Subject, share: Share, memory: Memory, sizes: Sizes | li
         "weights": memory.weights,
         "encoder_peak": memory.encoder_peak,
         "encoder_cache": memory.encoder_cache,
+        "graphs": memory.graphs,
         "workspace": memory.workspace,
         "kept": memory.kept,
         "left": memory.left,
@@ -136,7 +141,8 @@ def _lines(subject: Subject, memory: Memory) -> list[str]:
     fraction = subject.choices.memory_fraction
     lines = [
         f"{gib(memory.total)} on {subject.gpu.name}; weights {gib(memory.weights)}, driver "
-        f"{gib(memory.context)}, forward pass {gib(memory.workspace)}, not used "
+        f"{gib(memory.context)}, forward pass {gib(memory.workspace)}, decode graphs "
+        f"{gib(memory.graphs)}, not used "
         f"{gib(memory.kept)} (--memory-fraction {fraction})"
     ]
     if subject.config.vision is not None:

@@ -2,10 +2,10 @@
 are made for, and what is left for pages. Start-up feeds it what the device says, `check` what is
 predicted; both get the same plan or the same findings. No torch."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from vitrail.attention.plan import PlanLimits
+from vitrail.attention.plan import AttentionPlan, PlanLimits
 from vitrail.cache.budget import CacheBudget, plan_cache
 from vitrail.cache.spec import LayerSpec, stored_as
 from vitrail.config.engine import GIB, EngineConfig
@@ -17,6 +17,8 @@ from vitrail.vision.preprocess import ImageProcessor
 DEFAULT_ENCODER_PATCHES = 16_384
 # GPU memory left to the forward pass beside weights, encoder and pages.
 WORKSPACE_BYTES = 2 * GIB
+# Of decode graphs: each one's own, and what the largest keeps between its kernels.
+GRAPH_BYTES, GRAPH_WORKSPACE_BYTES = 16 << 20, GIB // 2
 # Pages on a CPU, whose memory nobody asks for.
 CPU_KV_BYTES = GIB
 
@@ -98,10 +100,46 @@ def text_limits(config: EngineConfig, dtype: DType, max_model_len: int) -> PlanL
     )
 
 
+def ladder(largest: int) -> list[int]:
+    """Sizes up to `largest`: 1, 2, 4, then by eights to 64, sixteens to 256, thirty-twos."""
+    sizes = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, largest + 1, 32)]
+    return [*(s for s in sizes if s < largest), largest] if largest else []
+
+
+def graph_sizes(config: EngineConfig, on_cpu: bool) -> list[int]:
+    """Batch sizes of the decode graphs, none on a CPU."""
+    if on_cpu:
+        return []
+    asked = config.max_running if config.cuda_graphs is None else config.cuda_graphs
+    return ladder(min(asked, config.max_running))
+
+
+def graph_bytes(config: EngineConfig, on_cpu: bool) -> int:
+    """What the decode graphs may take."""
+    sizes = graph_sizes(config, on_cpu)
+    return len(sizes) * GRAPH_BYTES + GRAPH_WORKSPACE_BYTES if sizes else 0
+
+
+def graph_findings(plans: Iterable[AttentionPlan]) -> list[Finding]:
+    """Why decodes cannot be captured over these plans: the reference asks the host for lengths."""
+    return [
+        Finding(
+            where="cuda_graphs",
+            saw=f"attention decode on backend {plan.backend}",
+            rule="work of captured decodes is data on the device",
+            change="pass --cuda-graphs 0, or leave the attention's choice to the plan",
+            code="decode_not_capturable",
+        )
+        for plan in plans
+        if plan.backend == "reference"
+    ][:1]
+
+
 def kv_bytes(config: EngineConfig, free: int, total: int, encoder_peak: int) -> int:
     """Bytes for pages on a GPU of `total` bytes, `free` of them when weights are loaded."""
     kept = int(total * (1 - config.memory_fraction))
-    return free - kept - encoder_peak - config.encoder_cache_bytes - WORKSPACE_BYTES
+    others = encoder_peak + config.encoder_cache_bytes + graph_bytes(config, on_cpu=False)
+    return free - kept - others - WORKSPACE_BYTES
 
 
 def plan_sizes(

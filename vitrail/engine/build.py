@@ -16,24 +16,40 @@ import torch
 from torch import nn
 
 from vitrail.attention.installed import releases
-from vitrail.attention.plan import PlanLimits, PlanTable, make_table
+from vitrail.attention.plan import PlanTable, make_table
 from vitrail.attention.shape import AttentionSite, Phase
 from vitrail.attention.warm import warm
-from vitrail.cache.budget import CacheBudget, plan_cache
 from vitrail.cache.encoder import EncoderCache
 from vitrail.cache.encoder_pool import EncoderPool
 from vitrail.cache.kv_pool import KvPool
 from vitrail.cache.manager import Manager
-from vitrail.cache.spec import ITEM_BYTES, LayerSpec, stored_as
-from vitrail.config.engine import DEFAULT_VIDEO_FRAMES, GIB, EngineConfig, plan_frames, validate
+from vitrail.cache.spec import ITEM_BYTES, LayerSpec
+from vitrail.check.encoder_peak import encoder_peak, product_bytes
+from vitrail.check.sizes import (
+    CPU_KV_BYTES,
+    Sizes,
+    encoder_budget,
+    graph_bytes,
+    graph_findings,
+    graph_sizes,
+    image_limits,
+    kv_bytes,
+    kv_dtype,
+    plan_sizes,
+    served_dtype,
+    stored_specs,
+    text_limits,
+)
+from vitrail.check.weights import plan_load, read_headers
+from vitrail.config.engine import DEFAULT_VIDEO_FRAMES, EngineConfig, plan_frames, validate
 from vitrail.config.finding import Finding, Refused, accept, errors
 from vitrail.config.hardware import CPU, Hardware, from_device
-from vitrail.config.model import DType, KvDType, ModelConfig, VisionConfig
+from vitrail.config.model import DType, ModelConfig, VisionConfig
 from vitrail.engine.batch import BatchBuilder
 from vitrail.engine.encode import ImageEncoder
 from vitrail.engine.engine import Engine
 from vitrail.engine.floors import Shapes
-from vitrail.engine.graphs import DecodeGraphs, GraphParts, graph_findings, ladder
+from vitrail.engine.graphs import DecodeGraphs, GraphParts
 from vitrail.engine.measure import run_worst_steps
 from vitrail.engine.parcel import Door
 from vitrail.engine.prepare import ServingFacts
@@ -43,18 +59,11 @@ from vitrail.engine.scheduler import Scheduler, SchedulerLimits
 from vitrail.layers.linear import torch_dtype
 from vitrail.models.checkpoint import Checkpoint
 from vitrail.models.interface import ImageModel, Model, ModelEntry
-from vitrail.models.registry import find, load_entry, load_gguf_entry
+from vitrail.models.registry import load_entry
 from vitrail.vision.preprocess import ImageProcessor
-from vitrail.weights import headers, load
-from vitrail.weights.plan import resolve
+from vitrail.weights import load
 
 log = logging.getLogger("vitrail.engine")
-# Patches encoded in a step where no processor says how large an image can be.
-DEFAULT_ENCODER_PATCHES = 16_384
-# GPU memory left to the forward pass beside weights, encoder and pages.
-WORKSPACE_BYTES = 2 * GIB
-# Of decode graphs: each one's own, and what the largest keeps between its kernels.
-GRAPH_BYTES, GRAPH_WORKSPACE_BYTES = 16 << 20, GIB // 2
 
 
 class Built(NamedTuple):
@@ -83,14 +92,6 @@ class Placed(NamedTuple):
     device: torch.device
 
 
-class _Sizes(NamedTuple):
-    """Limits that the model, the device and the user's choices give together."""
-
-    max_model_len: int
-    encoder_patches: int
-    cache: CacheBudget
-
-
 def build_engine(
     config: EngineConfig,
     checkpoint: Checkpoint,
@@ -107,16 +108,17 @@ def build_engine(
     hardware = _hardware(device)
     entry = load_entry(checkpoint.architecture)
     model_config = accept(entry.read_config(checkpoint.config, checkpoint.generation))
-    dtype = _dtype(config, model_config, device)
+    dtype = served_dtype(config, model_config, device.type == "cpu")
     frames = _video_frames(config, model_config)
     with torch.device("meta"):
         model = entry.build(model_config, dtype)
-    patches = _encoder_patches(config, model_config, processor)
+    patches = encoder_budget(config, model_config, processor)
     image_plans = _image_plans(config, model, model_config.vision, dtype, patches, hardware)
     _load(config, entry, model_config, model, checkpoint, device, progress)
     largest = None if processor is None else processor.max_patches
     peak = _measure_encoder(model, image_plans, model_config, dtype, patches, largest, device)
-    sizes = _sizes(config, model_config, _specs(config, model), patches, device, peak)
+    specs = stored_specs(config, model.cache_specs())
+    sizes = _sizes(config, model_config, specs, patches, device, peak)
     engine = _assemble(config, model_config, model, sizes, image_plans, device)
     log.info(
         "ready in %.1f s: %s on %s in %s, %d KV tokens in %d pages of %s",
@@ -155,7 +157,7 @@ def build_tower(
     hardware = _hardware(device)
     entry = load_entry(checkpoint.architecture)
     model_config = accept(entry.read_config(checkpoint.config, checkpoint.generation))
-    dtype = _dtype(config, model_config, device)
+    dtype = served_dtype(config, model_config, device.type == "cpu")
     with torch.device("meta"):
         model = entry.build(model_config, dtype)
     vision = model_config.vision
@@ -168,11 +170,11 @@ def build_tower(
                 change="give a vision model",
             )
         )
-    patches = _encoder_patches(config, model_config, processor)
+    patches = encoder_budget(config, model_config, processor)
     plans = _image_plans(config, model, vision, dtype, patches, hardware)
     _load(config, entry, model_config, model, checkpoint, device, None)
     pool = EncoderPool()
-    encoder = ImageEncoder(model, plans, pool, device)
+    encoder = ImageEncoder(model, plans, pool, device, vision.patch_size)
     return Tower(encoder, pool, vision, hardware, device, dtype)
 
 
@@ -180,8 +182,8 @@ def placed(config: EngineConfig, checkpoint: Checkpoint) -> Placed:
     """As `build_engine` would decide. Raises `Refused`."""
     device, entry = _device(config), load_entry(checkpoint.architecture)
     model = accept(entry.read_config(checkpoint.config, checkpoint.generation))
-    dtype = _dtype(config, model, device)
-    shapes = Shapes(model=model, dtype=dtype, kv_dtype=_kv_dtype(config) or dtype)
+    dtype = served_dtype(config, model, device.type == "cpu")
+    shapes = Shapes(model=model, dtype=dtype, kv_dtype=kv_dtype(config) or dtype)
     return Placed(shapes, _hardware(device), device)
 
 
@@ -206,39 +208,11 @@ def _hardware(device: torch.device) -> Hardware:
     return from_device(p.name, p.major * 10 + p.minor, p.multi_processor_count, p.total_memory)
 
 
-def _dtype(config: EngineConfig, model: ModelConfig, device: torch.device) -> DType:
-    if config.dtype != "auto":
-        return config.dtype
-    return "float32" if device.type == "cpu" else model.dtype
-
-
 def _video_frames(config: EngineConfig, model: ModelConfig) -> int:
     """Without a tower no number is too large."""
     if model.vision is None:
         return config.video_frames or DEFAULT_VIDEO_FRAMES
     return accept(plan_frames(config, model.video_frames))
-
-
-def _kv_dtype(config: EngineConfig) -> KvDType | None:
-    """What the cache keeps; None: what the model computes in."""
-    return None if config.kv_cache_dtype == "auto" else "float8_e4m3fn"
-
-
-def _specs(config: EngineConfig, model: Model) -> Sequence[LayerSpec]:
-    kept, kv_dtype = model.cache_specs(), _kv_dtype(config)
-    return kept if kv_dtype is None else stored_as(kept, kv_dtype)
-
-
-def _encoder_patches(
-    config: EngineConfig, model: ModelConfig, processor: ImageProcessor | None
-) -> int:
-    """The encoder's budget a step: asked for, or the largest picture the processor makes, so that
-    no picture alone waits for a second step."""
-    if model.vision is None:
-        return 0
-    if config.encoder_patches is not None:
-        return config.encoder_patches
-    return DEFAULT_ENCODER_PATCHES if processor is None else processor.max_patches
 
 
 def _image_plans(
@@ -249,24 +223,7 @@ def _image_plans(
     patches: int,
     hardware: Hardware,
 ) -> PlanTable:
-    rules = None if vision is None else vision.rules
-    longest = patches if rules is None or rules.tile is None else rules.tile**2
-    if longest > patches:
-        raise Refused(
-            Finding(
-                where="encoder_patches",
-                saw=str(patches),
-                rule=f"at least {longest}, the patches of one tile",
-                change=f"pass --encoder-patches {longest} or more",
-            )
-        )
-    limits = PlanLimits(
-        dtype=dtype,
-        page_size=None,
-        max_batch=max(1, patches),
-        max_q_len=max(1, longest),
-        max_kv_len=max(1, longest),
-    )
+    limits = accept(image_limits(vision, dtype, patches))
     sites = model.image_sites() if isinstance(model, ImageModel) else ()
     return _ready(make_table(sites, limits, hardware, config.attention, releases()), hardware)
 
@@ -289,17 +246,13 @@ def _load(
     device: torch.device,
     progress: load.Progress | None,
 ) -> None:
-    weight_map, module = entry.weight_map(model_config), cast(nn.Module, model)
+    module = cast(nn.Module, model)
     if config.weights == "random":
-        load.randomize(weight_map, module, device, config.seed)
+        load.randomize(entry.weight_map(model_config), module, device, config.seed)
         return
-    if checkpoint.gguf is None:
-        parts = find(checkpoint.architecture).folders
-        found, source = accept(headers.read(checkpoint.folder, parts)), checkpoint.folder
-    else:
-        weight_map = load_gguf_entry(checkpoint.architecture).gguf_map(model_config)
-        found, source = checkpoint.gguf.headers, checkpoint.gguf
-    plan = accept(resolve(weight_map, found, load.parameters_of(module)))
+    source = checkpoint.gguf or checkpoint.folder
+    found, parameters = read_headers(checkpoint), load.parameters_of(module)
+    plan = accept(plan_load(checkpoint, model_config, parameters, found))
     for warning in plan.warnings:
         log.warning("%s", warning)
     load.load(plan, module, source, device, progress)
@@ -326,6 +279,9 @@ def _measure_encoder(
     run_worst_steps(model, plans, config.vision, kind, patches, largest, device)
     peak = torch.cuda.max_memory_allocated(device) - before
     torch.cuda.empty_cache()
+    predicted = encoder_peak(config.vision, config.text.hidden_size, dtype, patches, largest)
+    predicted += product_bytes(_hardware(device).cc)
+    log.info("encoding takes %d MiB, %d predicted", peak >> 20, predicted >> 20)
     return peak
 
 
@@ -336,61 +292,16 @@ def _sizes(
     patches: int,
     device: torch.device,
     encoder_peak: int,
-) -> _Sizes:
-    """The pages' budget, and the longest request: the user's, or what model and pages both
-    allow."""
-    wanted = config.max_model_len or model.text.max_position
-    if wanted > model.text.max_position:
-        raise Refused(
-            Finding(
-                where="max_model_len",
-                saw=str(wanted),
-                rule=f"at most the model's {model.text.max_position} positions",
-                change=f"pass --max-model-len {model.text.max_position} or less",
-            )
-        )
-    token_bytes = sum(s.bytes_per_token() for s in specs)
-    budget = config.kv_cache_bytes or _kv_bytes(config, device, encoder_peak)
-    # no more than every running request at full length can use
-    pages_each = -(-wanted // config.page_size)
-    budget = min(budget, config.max_running * pages_each * config.page_size * token_bytes)
-    if config.max_model_len is None:
-        held = budget // (token_bytes * config.page_size) * config.page_size
-        if held < wanted:
-            log.warning(
-                "max_model_len: the model has %d positions, the cache of %d bytes holds %d tokens; "
-                "serving %d. Pass --kv-cache-bytes or --max-model-len to choose",
-                wanted,
-                budget,
-                held,
-                held,
-            )
-        wanted = max(1, min(wanted, held))
-    cache = accept(plan_cache(specs, config.page_size, budget, wanted, config.max_running))
-    return _Sizes(wanted, patches, cache)
-
-
-def _kv_bytes(config: EngineConfig, device: torch.device, encoder_peak: int) -> int:
-    if device.type == "cpu":
-        return GIB
-    free, total = torch.cuda.mem_get_info(device)
-    kept = int(total * (1 - config.memory_fraction))
-    others = encoder_peak + config.encoder_cache_bytes + _graph_bytes(config, device)
-    return free - kept - others - WORKSPACE_BYTES
-
-
-def _graph_sizes(config: EngineConfig, device: torch.device) -> list[int]:
-    """Batch sizes of the decode graphs, none on a CPU."""
-    if device.type == "cpu":
-        return []
-    asked = config.max_running if config.cuda_graphs is None else config.cuda_graphs
-    return ladder(min(asked, config.max_running))
-
-
-def _graph_bytes(config: EngineConfig, device: torch.device) -> int:
-    """What the decode graphs may take."""
-    sizes = _graph_sizes(config, device)
-    return len(sizes) * GRAPH_BYTES + GRAPH_WORKSPACE_BYTES if sizes else 0
+) -> Sizes:
+    """What is left on the device, in pages and the longest request."""
+    left = CPU_KV_BYTES
+    if device.type != "cpu":
+        free, total = torch.cuda.mem_get_info(device)
+        left = kv_bytes(config, free, total, encoder_peak)
+    sizes = accept(plan_sizes(config, model.text, specs, patches, left))
+    for warning in sizes.warnings:
+        log.warning("%s", warning)
+    return sizes
 
 
 def _image_encoder(
@@ -409,12 +320,12 @@ def _assemble(
     config: EngineConfig,
     model_config: ModelConfig,
     model: Model,
-    sizes: _Sizes,
+    sizes: Sizes,
     image_plans: PlanTable,
     device: torch.device,
 ) -> Engine:
-    specs, dtype = _specs(config, model), _dtype(config, model_config, device)
-    graphs = _graph_sizes(config, device)
+    specs, on_cpu = stored_specs(config, model.cache_specs()), device.type == "cpu"
+    dtype, graphs = served_dtype(config, model_config, on_cpu), graph_sizes(config, on_cpu)
     # One page more than the manager knows of: where padded rows write.
     pool = KvPool(specs, sizes.cache.num_pages + bool(graphs), config.page_size, device)
     sites = model.text_sites()
@@ -469,18 +380,11 @@ def _text_plans(
     hardware: Hardware,
 ) -> PlanTable:
     assert all(phase is not Phase.ENCODE for _, phase in sites)
-    limits = PlanLimits(
-        dtype=dtype,
-        page_size=config.page_size,
-        max_batch=config.max_running,
-        max_q_len=config.max_step_tokens,
-        max_kv_len=max_model_len,
-        kv_dtype=_kv_dtype(config),
-    )
+    limits = text_limits(config, dtype, max_model_len)
     return _ready(make_table(sites, limits, hardware, config.attention, releases()), hardware)
 
 
-def _scheduler(config: EngineConfig, sizes: _Sizes, row_bytes: int) -> Scheduler:
+def _scheduler(config: EngineConfig, sizes: Sizes, row_bytes: int) -> Scheduler:
     return Scheduler(
         SchedulerLimits(
             max_running=config.max_running,
@@ -500,7 +404,7 @@ def _capture(parts: GraphParts, config: EngineConfig, door: Door) -> DecodeGraph
     """The decode graphs. Raises `Refused` where one cannot be captured, or where all of them take
     more than was planned. Attention that cannot be captured is refused where graphs were asked for,
     else a warning."""
-    sizes = _graph_sizes(config, door.device)
+    sizes = graph_sizes(config, door.device.type == "cpu")
     if not sizes:
         return None
     if found := graph_findings(p for p in parts.plans if p.shape.phase is Phase.DECODE):
@@ -515,7 +419,7 @@ def _capture(parts: GraphParts, config: EngineConfig, door: Door) -> DecodeGraph
     torch.cuda.empty_cache()
     taken, planned = (
         before - torch.cuda.mem_get_info(door.device)[0],
-        _graph_bytes(config, door.device),
+        graph_bytes(config, door.device.type == "cpu"),
     )
     log.info(
         "%d decode graphs in %.1f s: %d MiB of %d planned",

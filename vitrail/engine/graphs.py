@@ -39,12 +39,6 @@ from vitrail.models.interface import Model
 TAIL_BYTES = 1 << 16
 
 
-def ladder(largest: int) -> list[int]:
-    """Sizes up to `largest`: 1, 2, 4, then by eights to 64, sixteens to 256, thirty-twos."""
-    sizes = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, largest + 1, 32)]
-    return [*(s for s in sizes if s < largest), largest] if largest else []
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GraphParts:
     """What graphs are captured over. `scratch_page`: the page that nobody reads; `max_len`: keys of
@@ -217,21 +211,6 @@ class _Head:
     cache_slots: np.ndarray
     places: np.ndarray
     pages: np.ndarray
-
-
-def graph_findings(plans: Iterable[AttentionPlan]) -> list[Finding]:
-    """Why decodes cannot be captured over these plans: the reference asks the host for lengths."""
-    return [
-        Finding(
-            where="cuda_graphs",
-            saw=f"attention decode on backend {plan.backend}",
-            rule="work of captured decodes is data on the device",
-            change="pass --cuda-graphs 0, or leave the attention's choice to the plan",
-            code="decode_not_capturable",
-        )
-        for plan in plans
-        if plan.backend == "reference"
-    ][:1]
 
 
 def _failed(size: int, error: Exception) -> Finding:
