@@ -8,8 +8,9 @@ from dataclasses import replace
 from vitrail.attention.plan import AttentionPlan, PlanLimits, PlanTable, make_table
 from vitrail.attention.shape import AttentionSite, Phase
 from vitrail.cache.spec import ITEM_BYTES, LatentKv, LayerSpec, PagedKv
+from vitrail.check.compiled import prove
 from vitrail.check.report import Row, gib
-from vitrail.check.sizes import image_limits, text_limits
+from vitrail.check.sizes import graph_findings, graph_sizes, image_limits, text_limits
 from vitrail.check.subject import Subject
 from vitrail.check.weights import map_of, plan_load
 from vitrail.config.finding import Finding, Refused
@@ -250,14 +251,31 @@ def attention_row(
         return Row(name=name, findings=tuple(tables))
     made = [plan for table in tables if table is not None for plan in table]
     warnings = [w for table in tables if table is not None for w in table.warnings]
-    found = _window_findings(subject, tables[1])
+    found = [*_window_findings(subject, tables[1]), *_graph_findings(subject, tables[1])]
     details = [*_layers(subject.config.text), *_spelled(made)]
+    unknown = None
+    if subject.question.compile:
+        proof = prove(made, subject.gpu, subject.question.cache)
+        details += proof.lines
+        found += proof.findings
+        unknown = proof.unknown
     return Row(
         name=name,
         details=tuple(details),
         findings=(*found, *warnings),
         facts={"plans": [_facts(plan) for plan in _distinct(made)]},
+        unknown=unknown,
     )
+
+
+def _graph_findings(subject: Subject, text: PlanTable) -> list[Finding]:
+    """Decodes that no CUDA graph holds: an error where graphs were asked for, as at start-up."""
+    config = subject.choices
+    if not graph_sizes(config, on_cpu=not subject.gpu.cc):
+        return []
+    found = graph_findings(p for p in text if p.shape.phase is Phase.DECODE)
+    asked = config.cuda_graphs is not None
+    return found if asked else [replace(f, severity="warning") for f in found]
 
 
 def _window_findings(subject: Subject, text: PlanTable) -> list[Finding]:

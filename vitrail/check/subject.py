@@ -3,11 +3,13 @@ checkpoint. Reading and building happen here, once; the rows judge."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import cast
 
 import torch
 from torch import nn
 
+from vitrail.check.compiled import CACHE
 from vitrail.check.sizes import encoder_budget, served_dtype
 from vitrail.config.engine import EngineConfig
 from vitrail.config.hardware import Hardware
@@ -23,7 +25,8 @@ from vitrail.weights.plan import ParameterSpec
 class Question:
     """`choices`: as for `vitrail serve`. `sizes`: sizes of the tensor-parallel axis. `images`:
     (width, height) in pixels that the user named. `installed`: releases by backend, as
-    `attention.installed` finds them. `compile`: also compile every planned kernel."""
+    `attention.installed` finds them. `compile`: also compile every planned kernel, and remember
+    what it takes in `cache`."""
 
     choices: EngineConfig
     gpu: Hardware
@@ -31,6 +34,7 @@ class Question:
     images: tuple[tuple[int, int], ...] = ()
     installed: Mapping[str, str] = field(default_factory=dict[str, str])
     compile: bool = False
+    cache: Path = CACHE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
