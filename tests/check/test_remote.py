@@ -59,9 +59,7 @@ class Hub:
 
 
 @pytest.fixture
-def fetched(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> Callable[[Path], tuple[Hub, Path]]:
+def fetched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[Path], tuple[Hub, Path]]:
     """A hub over a folder, and where its small files land."""
 
     def make(folder: Path) -> tuple[Hub, Path]:

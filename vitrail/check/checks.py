@@ -337,9 +337,11 @@ def _spelled(plans: Iterable[AttentionPlan]) -> list[str]:
         site, taken = p.shape.site, ""
         if p.backend != "reference":
             taken = f", {p.num_warps} warps, {gib(p.smem_bytes)} shared, {p.registers} registers"
+        window = "" if site.window is None else f" in windows of {site.window}"
         lines.append(
-            f"{p.shape.phase}: {p.backend} {p.kernel}, heads {site.num_q_heads}/{site.num_kv_heads}"
-            f" of {site.head_dim}/{site.head_dim_v}, tile {p.tile_m} x {p.tile_n}{taken}"
+            f"{p.shape.phase}{window}: {p.backend} {p.kernel}, heads {site.num_q_heads}/"
+            f"{site.num_kv_heads} of {site.head_dim}/{site.head_dim_v}, tile {p.tile_m} x "
+            f"{p.tile_n}{taken}"
         )
     return lines
 

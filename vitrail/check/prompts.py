@@ -6,7 +6,7 @@ from typing import NamedTuple
 from vitrail.check.report import Fact, Row
 from vitrail.check.sizes import Sizes
 from vitrail.check.subject import Subject
-from vitrail.config.engine import EngineConfig
+from vitrail.config.engine import EngineConfig, plan_frames
 from vitrail.config.finding import Finding, Refused
 from vitrail.config.model import ModelConfig
 from vitrail.models.assets import image_literal, vocabulary_findings
@@ -50,7 +50,7 @@ def images_row(subject: Subject, sizes: Sizes | None) -> Row:
         return Row(name="images", findings=(_no_processor(),))
     wanted = subject.question.images
     details: list[str] = []
-    findings: list[Finding] = []
+    findings = _frame_findings(subject)
     facts: list[Fact] = []
     for width, height in wanted or SPREAD:
         where, severity = f"picture of {width} x {height}", "error" if wanted else "warning"
@@ -75,6 +75,12 @@ def images_row(subject: Subject, sizes: Sizes | None) -> Row:
         findings=tuple(findings),
         facts={"budget": subject.patches, "largest": processor.max_patches, "pictures": facts},
     )
+
+
+def _frame_findings(subject: Subject) -> list[Finding]:
+    """A video's frames are pictures of one request."""
+    planned = plan_frames(subject.choices, subject.config.video_frames)
+    return planned if isinstance(planned, list) else []
 
 
 def _scales(grid: ImageGrid) -> str:
