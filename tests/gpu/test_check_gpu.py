@@ -22,7 +22,8 @@ from vitrail.models.nvila import model as nvila
 from vitrail.vision.siglip import Siglip
 from vitrail.weights import load
 
-pytestmark = pytest.mark.gpu
+# cutlass warns of its own names while it compiles
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
 
 VISION = {
     "patch_size": 14,
