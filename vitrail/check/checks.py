@@ -229,8 +229,8 @@ def attention_tables(
         else:
             sites = [(share.image_site(s), p) for s, p in subject.model.image_sites()]
             jobs.append((0, sites, limits))
-    sites = [(share.site(s), p) for s, p in subject.model.text_sites()]
-    jobs.append((1, sites, text_limits(subject.choices, subject.dtype, max_model_len)))
+    sites, on_cpu = [(share.site(s), p) for s, p in subject.model.text_sites()], not subject.gpu.cc
+    jobs.append((1, sites, text_limits(subject.choices, subject.dtype, max_model_len, on_cpu)))
     for number, sites, limits in jobs:
         try:
             tables[number] = make_table(

@@ -13,6 +13,8 @@ from vitrail.config.finding import Finding
 from vitrail.config.model import DType, KvDType, ModelConfig, TextConfig, VisionConfig
 from vitrail.vision.preprocess import ImageProcessor
 
+# Tokens of a step where nobody says.
+GPU_STEP_TOKENS, CPU_STEP_TOKENS = 8192, 2048
 # Patches encoded in a step where no processor says how large an image can be.
 DEFAULT_ENCODER_PATCHES = 16_384
 # GPU memory left to the forward pass beside weights, encoder and pages.
@@ -88,13 +90,20 @@ def image_limits(
     )
 
 
-def text_limits(config: EngineConfig, dtype: DType, max_model_len: int) -> PlanLimits:
+def step_tokens(config: EngineConfig, on_cpu: bool) -> int:
+    """The user's choice, or as many as keep the device at its products rather than its launches."""
+    if config.max_step_tokens is not None:
+        return config.max_step_tokens
+    return CPU_STEP_TOKENS if on_cpu else GPU_STEP_TOKENS
+
+
+def text_limits(config: EngineConfig, dtype: DType, max_model_len: int, on_cpu: bool) -> PlanLimits:
     """The bounds that the decoder's attention is planned for."""
     return PlanLimits(
         dtype=dtype,
         page_size=config.page_size,
         max_batch=config.max_running,
-        max_q_len=config.max_step_tokens,
+        max_q_len=step_tokens(config, on_cpu),
         max_kv_len=max_model_len,
         kv_dtype=kv_dtype(config),
     )
@@ -114,9 +123,8 @@ def graph_sizes(config: EngineConfig, on_cpu: bool) -> list[int]:
     return ladder(min(asked, config.max_running))
 
 
-def graph_bytes(config: EngineConfig, on_cpu: bool) -> int:
-    """What the decode graphs may take."""
-    sizes = graph_sizes(config, on_cpu)
+def graph_bytes(sizes: Sequence[int]) -> int:
+    """Device memory that so many graphs may take."""
     return len(sizes) * GRAPH_BYTES + GRAPH_WORKSPACE_BYTES if sizes else 0
 
 
@@ -138,8 +146,8 @@ def graph_findings(plans: Iterable[AttentionPlan]) -> list[Finding]:
 def kv_bytes(config: EngineConfig, free: int, total: int, encoder_peak: int) -> int:
     """Bytes for pages on a GPU of `total` bytes, `free` of them when weights are loaded."""
     kept = int(total * (1 - config.memory_fraction))
-    others = encoder_peak + config.encoder_cache_bytes + graph_bytes(config, on_cpu=False)
-    return free - kept - others - WORKSPACE_BYTES
+    graphs = graph_bytes(graph_sizes(config, on_cpu=False))
+    return free - kept - encoder_peak - config.encoder_cache_bytes - graphs - WORKSPACE_BYTES
 
 
 def plan_sizes(

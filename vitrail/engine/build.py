@@ -6,7 +6,6 @@ after it."""
 # pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false
 # pyright: reportUnknownVariableType=false
 
-import dataclasses
 import logging
 import time
 from collections.abc import Sequence
@@ -29,14 +28,13 @@ from vitrail.check.sizes import (
     CPU_KV_BYTES,
     Sizes,
     encoder_budget,
-    graph_bytes,
-    graph_findings,
     graph_sizes,
     image_limits,
     kv_bytes,
     kv_dtype,
     plan_sizes,
     served_dtype,
+    step_tokens,
     stored_specs,
     text_limits,
 )
@@ -47,9 +45,10 @@ from vitrail.config.hardware import CPU, Hardware, from_device
 from vitrail.config.model import DType, ModelConfig, VisionConfig
 from vitrail.engine.batch import BatchBuilder
 from vitrail.engine.encode import ImageEncoder
+from vitrail.engine.encode_graphs import EncodeGraphs
 from vitrail.engine.engine import Engine
 from vitrail.engine.floors import Shapes
-from vitrail.engine.graphs import DecodeGraphs, GraphParts
+from vitrail.engine.graphs import GraphParts, capture_graphs
 from vitrail.engine.measure import run_worst_steps
 from vitrail.engine.parcel import Door
 from vitrail.engine.prepare import ServingFacts
@@ -92,6 +91,22 @@ class Placed(NamedTuple):
     device: torch.device
 
 
+class _Stages:
+    """Seconds of each stage of a start-up, in order."""
+
+    def __init__(self) -> None:
+        self._began = self._last = time.perf_counter()
+        self._took: list[str] = []
+
+    def done(self, name: str) -> None:
+        now = time.perf_counter()
+        self._took.append(f"{name} {now - self._last:.1f}")
+        self._last = now
+
+    def __str__(self) -> str:
+        return f"{self._last - self._began:.1f} s ({', '.join(self._took)})"
+
+
 def build_engine(
     config: EngineConfig,
     checkpoint: Checkpoint,
@@ -100,7 +115,7 @@ def build_engine(
 ) -> Built:
     """Raises `Refused` with every finding of the first stage that has any: choices, config.json,
     weights (headers), attention plans, cache size. Weights are read after all but the last."""
-    began = time.perf_counter()
+    stages = _Stages()
     found = errors(validate(config))
     if found:
         raise Refused(found)
@@ -114,15 +129,21 @@ def build_engine(
         model = entry.build(model_config, dtype)
     patches = encoder_budget(config, model_config, processor)
     image_plans = _image_plans(config, model, model_config.vision, dtype, patches, hardware)
+    stages.done("plans and kernels of the tower")
     _load(config, entry, model_config, model, checkpoint, device, progress)
+    stages.done("weights")
+    encode_graphs = _encode_graphs(model, image_plans, model_config.vision, patches, device)
     largest = None if processor is None else processor.max_patches
     peak = _measure_encoder(model, image_plans, model_config, dtype, patches, largest, device)
+    stages.done("measuring the tower")
     specs = stored_specs(config, model.cache_specs())
     sizes = _sizes(config, model_config, specs, patches, device, peak)
-    engine = _assemble(config, model_config, model, sizes, image_plans, device)
+    engine = _assemble(
+        config, model_config, model, sizes, image_plans, device, stages, encode_graphs
+    )
     log.info(
-        "ready in %.1f s: %s on %s in %s, %d KV tokens in %d pages of %s",
-        time.perf_counter() - began,
+        "ready in %s: %s on %s in %s, %d KV tokens in %d pages of %s",
+        stages,
         checkpoint.architecture,
         hardware.name,
         dtype,
@@ -285,6 +306,21 @@ def _measure_encoder(
     return peak
 
 
+def _encode_graphs(
+    model: Model,
+    plans: PlanTable,
+    vision: VisionConfig | None,
+    patches: int,
+    device: torch.device,
+) -> EncodeGraphs | None:
+    """The tower in graphs, before what they hold is left to the cache; none on a CPU."""
+    if vision is None or not isinstance(model, ImageModel) or device.type != "cuda":
+        return None
+    graphs = EncodeGraphs(model, plans, vision, patches, device)
+    graphs.capture()
+    return graphs
+
+
 def _sizes(
     config: EngineConfig,
     model: ModelConfig,
@@ -310,10 +346,11 @@ def _image_encoder(
     plans: PlanTable,
     pool: EncoderPool,
     device: torch.device,
+    graphs: EncodeGraphs | None,
 ) -> ImageEncoder | None:
     if vision is None or not isinstance(model, ImageModel):
         return None
-    return ImageEncoder(model, plans, pool, device, vision.patch_size)
+    return ImageEncoder(model, plans, pool, device, vision.patch_size, graphs)
 
 
 def _assemble(
@@ -323,6 +360,8 @@ def _assemble(
     sizes: Sizes,
     image_plans: PlanTable,
     device: torch.device,
+    stages: _Stages,
+    encode_graphs: EncodeGraphs | None,
 ) -> Engine:
     specs, on_cpu = stored_specs(config, model.cache_specs()), device.type == "cpu"
     dtype, graphs = served_dtype(config, model_config, on_cpu), graph_sizes(config, on_cpu)
@@ -330,6 +369,7 @@ def _assemble(
     pool = KvPool(specs, sizes.cache.num_pages + bool(graphs), config.page_size, device)
     sites = model.text_sites()
     plans = _text_plans(config, sites, dtype, sizes.max_model_len, _hardware(device))
+    stages.done("plans and kernels of the decoder")
     row_bytes = model_config.text.hidden_size * ITEM_BYTES[dtype]
     encoder_pool = EncoderPool()
     image_id, vocab_size = model_config.image_token_id, model_config.text.vocab_size
@@ -345,7 +385,9 @@ def _assemble(
         model=model,
         pool=pool,
         encoder_pool=encoder_pool,
-        encoder=_image_encoder(model, model_config.vision, image_plans, encoder_pool, device),
+        encoder=_image_encoder(
+            model, model_config.vision, image_plans, encoder_pool, device, encode_graphs
+        ),
         builder=builder,
         sampler=Sampler(
             config.max_running,
@@ -355,7 +397,7 @@ def _assemble(
         ),
         plans=plans,
         door=door,
-        graphs=_capture(
+        graphs=capture_graphs(
             GraphParts(
                 model=model,
                 pool=pool,
@@ -368,7 +410,8 @@ def _assemble(
             door,
         ),
     )
-    scheduler = _scheduler(config, sizes, row_bytes)
+    stages.done("graphs")
+    scheduler = _scheduler(config, sizes, row_bytes, on_cpu)
     return Engine(scheduler, Runner(parts), step_ahead=config.step_ahead)
 
 
@@ -380,16 +423,16 @@ def _text_plans(
     hardware: Hardware,
 ) -> PlanTable:
     assert all(phase is not Phase.ENCODE for _, phase in sites)
-    limits = text_limits(config, dtype, max_model_len)
+    limits = text_limits(config, dtype, max_model_len, on_cpu=not hardware.cc)
     return _ready(make_table(sites, limits, hardware, config.attention, releases()), hardware)
 
 
-def _scheduler(config: EngineConfig, sizes: Sizes, row_bytes: int) -> Scheduler:
+def _scheduler(config: EngineConfig, sizes: Sizes, row_bytes: int, on_cpu: bool) -> Scheduler:
     return Scheduler(
         SchedulerLimits(
             max_running=config.max_running,
             max_waiting=config.max_waiting,
-            max_step_tokens=config.max_step_tokens,
+            max_step_tokens=step_tokens(config, on_cpu),
             max_model_len=sizes.max_model_len,
             encoder_patches=sizes.encoder_patches,
             page_size=config.page_size,
@@ -398,44 +441,3 @@ def _scheduler(config: EngineConfig, sizes: Sizes, row_bytes: int) -> Scheduler:
         Manager(sizes.cache.num_pages, config.page_size, config.prefix_cache),
         EncoderCache(config.encoder_cache_bytes, row_bytes),
     )
-
-
-def _capture(parts: GraphParts, config: EngineConfig, door: Door) -> DecodeGraphs | None:
-    """The decode graphs. Raises `Refused` where one cannot be captured, or where all of them take
-    more than was planned. Attention that cannot be captured is refused where graphs were asked for,
-    else a warning."""
-    sizes = graph_sizes(config, door.device.type == "cpu")
-    if not sizes:
-        return None
-    if found := graph_findings(p for p in parts.plans if p.shape.phase is Phase.DECODE):
-        if config.cuda_graphs is not None:
-            raise Refused(found)
-        log.warning("%s", dataclasses.replace(found[0], severity="warning"))
-        return None
-    torch.cuda.empty_cache()
-    before, began = torch.cuda.mem_get_info(door.device)[0], time.perf_counter()
-    graphs = DecodeGraphs(parts, sizes, door)
-    graphs.capture(door)
-    torch.cuda.empty_cache()
-    taken, planned = (
-        before - torch.cuda.mem_get_info(door.device)[0],
-        graph_bytes(config, door.device.type == "cpu"),
-    )
-    log.info(
-        "%d decode graphs in %.1f s: %d MiB of %d planned",
-        len(sizes),
-        time.perf_counter() - began,
-        taken >> 20,
-        planned >> 20,
-    )
-    if taken > planned:
-        raise Refused(
-            Finding(
-                where="cuda_graphs",
-                saw=f"{len(sizes)} graphs of up to {sizes[-1]} decodes take {taken} bytes",
-                rule=f"at most the {planned} bytes that were planned for them",
-                change=f"pass --cuda-graphs {sizes[-1] // 2}, or 0 for none",
-                code="graphs_too_large",
-            )
-        )
-    return graphs
