@@ -39,9 +39,9 @@ from vitrail.check.sizes import (
     text_limits,
 )
 from vitrail.check.weights import plan_load, read_headers
-from vitrail.config.engine import DEFAULT_VIDEO_FRAMES, EngineConfig, plan_frames, validate
+from vitrail.config.engine import EngineConfig, validate
 from vitrail.config.finding import Finding, Refused, accept, errors
-from vitrail.config.hardware import CPU, Hardware, from_device
+from vitrail.config.hardware import Hardware
 from vitrail.config.model import DType, ModelConfig, VisionConfig
 from vitrail.engine.batch import BatchBuilder
 from vitrail.engine.encode import ImageEncoder
@@ -51,6 +51,7 @@ from vitrail.engine.floors import Shapes
 from vitrail.engine.graphs import GraphParts, capture_graphs
 from vitrail.engine.measure import run_worst_steps
 from vitrail.engine.parcel import Door
+from vitrail.engine.placement import device_of, hardware_of, video_frames_of
 from vitrail.engine.prepare import ServingFacts
 from vitrail.engine.runner import Runner, RunnerParts
 from vitrail.engine.sampler import Sampler
@@ -119,12 +120,12 @@ def build_engine(
     found = errors(validate(config))
     if found:
         raise Refused(found)
-    device = _device(config)
-    hardware = _hardware(device)
+    device = device_of(config)
+    hardware = hardware_of(device)
     entry = load_entry(checkpoint.architecture)
     model_config = accept(entry.read_config(checkpoint.config, checkpoint.generation))
     dtype = served_dtype(config, model_config, device.type == "cpu")
-    frames = _video_frames(config, model_config)
+    frames = video_frames_of(config, model_config)
     with torch.device("meta"):
         model = entry.build(model_config, dtype)
     patches = encoder_budget(config, model_config, processor)
@@ -174,8 +175,8 @@ def build_tower(
     found = errors(validate(config))
     if found:
         raise Refused(found)
-    device = _device(config)
-    hardware = _hardware(device)
+    device = device_of(config)
+    hardware = hardware_of(device)
     entry = load_entry(checkpoint.architecture)
     model_config = accept(entry.read_config(checkpoint.config, checkpoint.generation))
     dtype = served_dtype(config, model_config, device.type == "cpu")
@@ -201,39 +202,11 @@ def build_tower(
 
 def placed(config: EngineConfig, checkpoint: Checkpoint) -> Placed:
     """As `build_engine` would decide. Raises `Refused`."""
-    device, entry = _device(config), load_entry(checkpoint.architecture)
+    device, entry = device_of(config), load_entry(checkpoint.architecture)
     model = accept(entry.read_config(checkpoint.config, checkpoint.generation))
     dtype = served_dtype(config, model, device.type == "cpu")
     shapes = Shapes(model=model, dtype=dtype, kv_dtype=kv_dtype(config) or dtype)
-    return Placed(shapes, _hardware(device), device)
-
-
-def _device(config: EngineConfig) -> torch.device:
-    available = torch.cuda.is_available()
-    if config.device == "cuda" and not available:
-        raise Refused(
-            Finding(
-                where="device",
-                saw="cuda, and torch sees no CUDA device",
-                rule="the device is there",
-                change="pass --device cpu, or install a CUDA build of torch",
-            )
-        )
-    return torch.device("cuda" if available and config.device != "cpu" else "cpu")
-
-
-def _hardware(device: torch.device) -> Hardware:
-    if device.type == "cpu":
-        return CPU
-    p = torch.cuda.get_device_properties(device)
-    return from_device(p.name, p.major * 10 + p.minor, p.multi_processor_count, p.total_memory)
-
-
-def _video_frames(config: EngineConfig, model: ModelConfig) -> int:
-    """Without a tower no number is too large."""
-    if model.vision is None:
-        return config.video_frames or DEFAULT_VIDEO_FRAMES
-    return accept(plan_frames(config, model.video_frames))
+    return Placed(shapes, hardware_of(device), device)
 
 
 def _image_plans(
@@ -301,7 +274,7 @@ def _measure_encoder(
     peak = torch.cuda.max_memory_allocated(device) - before
     torch.cuda.empty_cache()
     predicted = encoder_peak(config.vision, config.text.hidden_size, dtype, patches, largest)
-    predicted += product_bytes(_hardware(device).cc)
+    predicted += product_bytes(hardware_of(device).cc)
     log.info("encoding takes %d MiB, %d predicted", peak >> 20, predicted >> 20)
     return peak
 
@@ -368,7 +341,7 @@ def _assemble(
     # One page more than the manager knows of: where padded rows write.
     pool = KvPool(specs, sizes.cache.num_pages + bool(graphs), config.page_size, device)
     sites = model.text_sites()
-    plans = _text_plans(config, sites, dtype, sizes.max_model_len, _hardware(device))
+    plans = _text_plans(config, sites, dtype, sizes.max_model_len, hardware_of(device))
     stages.done("plans and kernels of the decoder")
     row_bytes = model_config.text.hidden_size * ITEM_BYTES[dtype]
     encoder_pool = EncoderPool()
