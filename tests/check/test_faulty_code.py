@@ -112,22 +112,32 @@ def test_crash_features_of_unequal_pictures_are_stacked(
 ) -> None:
     """Found with two sizes on no device; each picture alone works."""
     report = faulty_kimi(monkeypatch, Stacking, whole)
-    found = error(report, "memory tp=1", "unequal_sizes")
+    found = error(report, "images", "unequal_sizes")
     assert "4 x 10 patches, 14 x 6 patches" in found.saw
     assert "stack expects each tensor to be equal size" in found.saw
+
+
+def test_what_stacks_is_found_whatever_the_axis(
+    whole: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    report = faulty_kimi(monkeypatch, Stacking, whole, sizes=(5, 1))
+    assert report.row("layout tp=5").status == "error"
+    assert [f.code for f in report.row("images").findings] == ["unequal_sizes"]
+    report = faulty_kimi(monkeypatch, Dense, whole, sizes=(5,))
+    assert [f.code for f in report.row("memory tp=5").findings] == ["encoder_memory"]
 
 
 def test_a_tower_that_fails_alone_is_told_from_one_that_stacks(
     whole: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     report = faulty_kimi(monkeypatch, Miscounting, whole)
-    found = error(report, "memory tp=1", "image_path")
+    found = error(report, "images", "image_path")
     assert "5 tokens for slots of 10" in found.saw
 
 
 def test_e06_a_weight_that_nothing_reads(whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     report = faulty_kimi(monkeypatch, Unread, whole, weights="random")
-    found = error(report, "memory tp=1", "unread_weight")
+    found = error(report, "images", "unread_weight")
     assert found.where == "tower.encoder.blocks.{0..1}.attn.sinks"
 
 
@@ -135,7 +145,7 @@ def test_d22_a_tower_that_attends_in_another_way_than_planned(
     whole: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     report = faulty_kimi(monkeypatch, Unplanned, whole, weights="random")
-    assert "sink planned: False" in error(report, "memory tp=1", "image_path").saw
+    assert "sink planned: False" in error(report, "images", "image_path").saw
 
 
 def dense(folder: Path, **changed: Any) -> Path:

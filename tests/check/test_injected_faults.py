@@ -417,6 +417,23 @@ def warned(report: Report, row: str) -> set[str]:
     return {finding.code for finding in report.row(row).findings}
 
 
+def test_a_budget_below_a_tile_is_refused() -> None:
+    report = ask(LITE, encoder_patches=10)
+    assert report.exit_code == 1
+    (found,) = [f for f in report.row("attention tp=1").findings if f.severity == "error"]
+    assert (found.where, found.saw) == ("encoder_patches", "10")
+
+
+@pytest.mark.parametrize("file", ["config.json", "preprocessor_config.json"])
+def test_a21_an_unknown_key_of_either_file_is_named(folder: Path, file: str) -> None:
+    change(folder / file, surprise=17)
+    report = ask(folder)
+    assert report.exit_code == 1
+    (found,) = report.row("config").findings
+    assert (found.code, found.where) == ("unknown_key", f"{file}: surprise")
+    assert "17" in found.saw
+
+
 def test_e18_another_set_of_weights_beside_is_a_warning(whole: Path, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(TEXT / "qwen2", tmp_path / "model"))
     shutil.copy(folder / SINGLE, folder / "consolidated.safetensors")

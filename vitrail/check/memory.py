@@ -3,8 +3,9 @@ left, in the terms in which start-up counts. A prediction: start-up measures the
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from vitrail.attention.plan import PlanTable
+from vitrail.attention.plan import make_table
 from vitrail.check.checks import Share
 from vitrail.check.encoder_peak import encoder_peak, product_bytes
 from vitrail.check.report import Row, gib
@@ -14,12 +15,13 @@ from vitrail.check.sizes import (
     Sizes,
     graph_bytes,
     graph_sizes,
+    image_limits,
     kv_bytes,
     plan_sizes,
     stored_specs,
 )
 from vitrail.check.subject import Subject
-from vitrail.config.finding import Finding
+from vitrail.config.finding import Finding, Refused
 from vitrail.models.interface import ImageModel
 
 # What a driver's context and loaded kernels take beside what is allocated: measured on an H200
@@ -155,15 +157,28 @@ def _lines(subject: Subject, memory: Memory) -> list[str]:
     return lines
 
 
-def image_findings(subject: Subject, table: PlanTable | None) -> list[Finding]:
-    """What the tower itself does with memory and weights, seen by running it on no device."""
-    vision = subject.config.vision
-    if table is None or vision is None or not isinstance(subject.model, ImageModel):
-        return []
+class Seen(NamedTuple):
+    """What running the tower on no device showed: of its memory, and of its path."""
+
+    memory: list[Finding]
+    path: list[Finding]
+
+
+def image_findings(subject: Subject) -> Seen:
+    """Of the whole tower, however it is shared out. Nothing where its attention has no plan: that
+    is another row's."""
+    vision, model = subject.config.vision, subject.model
+    limits = image_limits(vision, subject.dtype, subject.patches)
+    if vision is None or not isinstance(model, ImageModel) or isinstance(limits, list):
+        return Seen([], [])
+    try:
+        table = make_table(model.image_sites(), limits, subject.gpu, None)
+    except Refused:
+        return Seen([], [])
     from vitrail.check.trace import growth_findings, image_path_findings, unread_findings
 
-    found, read = image_path_findings(subject.model, table, vision)
+    found, read = image_path_findings(model, table, vision)
     if found:
-        return found
-    found += growth_findings(subject.model, table, vision, subject.patches)
-    return found + unread_findings(subject.module, read)
+        return Seen([], found)
+    growth = growth_findings(model, table, vision, subject.patches)
+    return Seen(growth, unread_findings(subject.module, read))

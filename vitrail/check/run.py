@@ -2,7 +2,8 @@
 tell; nothing is guessed, and nothing is left out of the report."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -56,12 +57,14 @@ def _rows(question: Question, hub: Hub | None) -> list[Row]:
         return [*rows, *_not_looked_at(*LATER, why="the configuration is refused")]
     subject = build_subject(question, checkpoint, entry, config, read.processor)
     rows.append(_weights_row(subject, hub))
-    sizes = None
+    sizes, seen = None, memory.image_findings(subject)
     for size in question.sizes:
         made, planned = _on_ranks(subject, Share(subject, size))
         rows += made
         sizes = planned if sizes is None else sizes
-    rows.append(prompts.images_row(subject, sizes))
+    (first,) = (i for i, row in enumerate(rows) if row.name == f"memory tp={question.sizes[0]}")
+    rows[first] = _also(rows[first], seen.memory)
+    rows.append(_also(prompts.images_row(subject, sizes), seen.path))
     tokenizer = bad["tokenizer"]
     if tokenizer:
         rows += _not_looked_at("template", why="the tokenizer is refused")
@@ -155,14 +158,9 @@ def _on_ranks(subject: Subject, share: Share) -> tuple[list[Row], Sizes | None]:
     longest = subject.choices.max_model_len or subject.config.text.max_position
     length = longest if sizes is None else sizes.max_model_len
     tables = checks.attention_tables(subject, share, length)
-    image_table = None if isinstance(tables, list) else tables[0]
-    row = memory.memory_row(subject, share, predicted, planned)
-    traced = memory.image_findings(subject, image_table) if share.size == 1 else []
-    if traced:
-        row = Row(
-            name=row.name,
-            details=row.details,
-            findings=(*row.findings, *traced),
-            facts=row.facts,
-        )
-    return [*rows, row, checks.attention_row(subject, share, tables)], sizes
+    rows.append(memory.memory_row(subject, share, predicted, planned))
+    return [*rows, checks.attention_row(subject, share, tables)], sizes
+
+
+def _also(row: Row, findings: Iterable[Finding]) -> Row:
+    return replace(row, findings=(*row.findings, *findings))
