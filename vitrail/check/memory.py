@@ -60,11 +60,12 @@ def predict(subject: Subject, share: Share) -> Memory:
             kept=0,
             left=CPU_KV_BYTES,
         )
-    peak = 0
-    if subject.config.vision is not None:
+    peak, vision = 0, subject.config.vision
+    refused = isinstance(image_limits(vision, subject.dtype, subject.patches), list)
+    if vision is not None and not refused:  # what is refused, the attention's row says
         largest = None if subject.processor is None else subject.processor.max_patches
         peak = encoder_peak(
-            subject.config.vision,
+            vision,
             subject.config.text.hidden_size,
             subject.dtype,
             subject.patches,
