@@ -1,6 +1,8 @@
 """Names to groups, and a window's time from a trace's events."""
 
+import ast
 import json
+from pathlib import Path
 
 import pytest
 
@@ -42,6 +44,12 @@ NAMES = (
     (GROUPED, (), "moe"),
     ("prepare_grouped_gemm_data", (), "moe"),
     ("_fused_moe_kernel", (), "moe"),
+    ("up", (), "moe"),
+    ("gather", (), "moe"),
+    ("rows_kernel", (), "gemm"),
+    ("rows_kernel", (ENCODE,), "encode"),
+    ("silu_mul_kernel", (), "elementwise"),
+    ("_draw_of_row", (), "sampling"),
     (RADIX, (MOE,), "moe"),
     (RADIX, (SAMPLE,), "sampling"),
     (RADIX, (), "elementwise"),
@@ -70,6 +78,37 @@ NAMES = (
     ("aten::bmm", (), "elementwise"),
     ("aten::multinomial", (), "sampling"),
 )
+
+
+ROOT = Path(__file__).parents[2] / "vitrail"
+HOMES = {
+    "ops/moe": {"moe"},
+    "ops/sampling": {"sampling"},
+    "ops/vision": {"encode"},
+    "ops/resize": {"encode"},
+    "attention/kernels": {"attention"},
+}
+
+
+def kernels() -> list[tuple[str, str]]:
+    """(folder, name) of every Triton kernel of ours that can be launched: helpers start with an
+    underscore, except in sampling."""
+    found = []
+    for path in (*ROOT.glob("ops/*/triton.py"), *ROOT.glob("attention/kernels/*.py")):
+        folder = str(path.parent.relative_to(ROOT))
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.FunctionDef):
+                marks = [ast.unparse(mark).split("(")[0] for mark in node.decorator_list]
+                found += [(folder, node.name)] * ("triton.jit" in marks)
+    return [(f, n) for f, n in found if not n.startswith("_") or n.endswith(("_block", "_row"))]
+
+
+@pytest.mark.parametrize(("folder", "name"), kernels())
+def test_every_kernel_of_ours_has_its_group(folder: str, name: str):
+    """A new kernel gets a row in `_OWN`, or a name that says what it is."""
+    ranges = {ENCODE} if HOMES.get(folder) == {"encode"} else set[str]()
+    if name not in ("cubic_weight", "grid_of", "_write_row"):  # called by kernels
+        assert group_of(name, ranges) in HOMES.get(folder, {"gemm", "elementwise"})
 
 
 @pytest.mark.parametrize(("name", "ranges", "group"), NAMES)

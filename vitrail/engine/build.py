@@ -27,16 +27,16 @@ from vitrail.cache.manager import Manager
 from vitrail.cache.spec import ITEM_BYTES, LayerSpec, stored_as
 from vitrail.config.engine import DEFAULT_VIDEO_FRAMES, GIB, EngineConfig, plan_frames, validate
 from vitrail.config.finding import Finding, Refused, accept, errors
-from vitrail.config.hardware import CPU, Hardware, from_device
-from vitrail.config.model import DType, KvDType, ModelConfig, VisionConfig
+from vitrail.config.hardware import Hardware
+from vitrail.config.model import DType, ModelConfig, VisionConfig
 from vitrail.engine.batch import BatchBuilder
 from vitrail.engine.checkpoint import Checkpoint
 from vitrail.engine.encode import ImageEncoder
 from vitrail.engine.engine import Engine
-from vitrail.engine.floors import Shapes
 from vitrail.engine.graphs import DecodeGraphs, GraphParts, graph_findings, ladder
 from vitrail.engine.measure import run_worst_steps
 from vitrail.engine.parcel import Door
+from vitrail.engine.placement import device_of, dtype_of, hardware_of, kv_dtype_of
 from vitrail.engine.prepare import ServingFacts
 from vitrail.engine.runner import Runner, RunnerParts
 from vitrail.engine.sampler import Sampler
@@ -64,25 +64,6 @@ class Built(NamedTuple):
     facts: ServingFacts
 
 
-class Tower(NamedTuple):
-    """A vision tower that is ready alone, for measurements: `encoder` fills `pool`."""
-
-    encoder: ImageEncoder
-    pool: EncoderPool
-    vision: VisionConfig
-    hardware: Hardware
-    device: torch.device
-    dtype: DType
-
-
-class Placed(NamedTuple):
-    """What a configuration computes, in which types, and where."""
-
-    shapes: Shapes
-    hardware: Hardware
-    device: torch.device
-
-
 class _Sizes(NamedTuple):
     """Limits that the model, the device and the user's choices give together."""
 
@@ -103,21 +84,21 @@ def build_engine(
     found = errors(validate(config))
     if found:
         raise Refused(found)
-    device = _device(config)
-    hardware = _hardware(device)
+    device = device_of(config)
+    hardware = hardware_of(device)
     entry = load_entry(checkpoint.architecture)
     model_config = accept(entry.read_config(checkpoint.config, checkpoint.generation))
-    dtype = _dtype(config, model_config, device)
+    dtype = dtype_of(config, model_config, device)
     frames = _video_frames(config, model_config)
     with torch.device("meta"):
         model = entry.build(model_config, dtype)
-    patches = _encoder_patches(config, model_config, processor)
-    image_plans = _image_plans(config, model, model_config.vision, dtype, patches, hardware)
-    _load(config, entry, model_config, model, checkpoint, device, progress)
+    patches = encoder_patches(config, model_config, processor)
+    plans = image_plans(config, model, model_config.vision, dtype, patches, hardware)
+    load_weights(config, entry, model_config, model, checkpoint, device, progress)
     largest = None if processor is None else processor.max_patches
-    peak = _measure_encoder(model, image_plans, model_config, dtype, patches, largest, device)
+    peak = _measure_encoder(model, plans, model_config, dtype, patches, largest, device)
     sizes = _sizes(config, model_config, _specs(config, model), patches, device, peak)
-    engine = _assemble(config, model_config, model, sizes, image_plans, device)
+    engine = _assemble(config, model_config, model, sizes, plans, device)
     log.info(
         "ready in %.1f s: %s on %s in %s, %d KV tokens in %d pages of %s",
         time.perf_counter() - began,
@@ -143,75 +124,6 @@ def build_engine(
     return Built(engine, facts)
 
 
-def build_tower(
-    config: EngineConfig, checkpoint: Checkpoint, processor: ImageProcessor | None
-) -> Tower:
-    """The encoder of a vision model, as `build_engine` makes it, without an engine around it.
-    Raises `Refused`, for a model without a tower too."""
-    found = errors(validate(config))
-    if found:
-        raise Refused(found)
-    device = _device(config)
-    hardware = _hardware(device)
-    entry = load_entry(checkpoint.architecture)
-    model_config = accept(entry.read_config(checkpoint.config, checkpoint.generation))
-    dtype = _dtype(config, model_config, device)
-    with torch.device("meta"):
-        model = entry.build(model_config, dtype)
-    vision = model_config.vision
-    if vision is None or not isinstance(model, ImageModel):
-        raise Refused(
-            Finding(
-                where="model",
-                saw=f"{checkpoint.architecture}, which takes text alone",
-                rule="a model with a vision tower",
-                change="give a vision model",
-            )
-        )
-    patches = _encoder_patches(config, model_config, processor)
-    plans = _image_plans(config, model, vision, dtype, patches, hardware)
-    _load(config, entry, model_config, model, checkpoint, device, None)
-    pool = EncoderPool()
-    encoder = ImageEncoder(model, plans, pool, device)
-    return Tower(encoder, pool, vision, hardware, device, dtype)
-
-
-def placed(config: EngineConfig, checkpoint: Checkpoint) -> Placed:
-    """As `build_engine` would decide. Raises `Refused`."""
-    device, entry = _device(config), load_entry(checkpoint.architecture)
-    model = accept(entry.read_config(checkpoint.config, checkpoint.generation))
-    dtype = _dtype(config, model, device)
-    shapes = Shapes(model=model, dtype=dtype, kv_dtype=_kv_dtype(config) or dtype)
-    return Placed(shapes, _hardware(device), device)
-
-
-def _device(config: EngineConfig) -> torch.device:
-    available = torch.cuda.is_available()
-    if config.device == "cuda" and not available:
-        raise Refused(
-            Finding(
-                where="device",
-                saw="cuda, and torch sees no CUDA device",
-                rule="the device is there",
-                change="pass --device cpu, or install a CUDA build of torch",
-            )
-        )
-    return torch.device("cuda" if available and config.device != "cpu" else "cpu")
-
-
-def _hardware(device: torch.device) -> Hardware:
-    if device.type == "cpu":
-        return CPU
-    p = torch.cuda.get_device_properties(device)
-    return from_device(p.name, p.major * 10 + p.minor, p.multi_processor_count, p.total_memory)
-
-
-def _dtype(config: EngineConfig, model: ModelConfig, device: torch.device) -> DType:
-    if config.dtype != "auto":
-        return config.dtype
-    return "float32" if device.type == "cpu" else model.dtype
-
-
 def _video_frames(config: EngineConfig, model: ModelConfig) -> int:
     """Without a tower no number is too large."""
     if model.vision is None:
@@ -219,17 +131,12 @@ def _video_frames(config: EngineConfig, model: ModelConfig) -> int:
     return accept(plan_frames(config, model.video_frames))
 
 
-def _kv_dtype(config: EngineConfig) -> KvDType | None:
-    """What the cache keeps; None: what the model computes in."""
-    return None if config.kv_cache_dtype == "auto" else "float8_e4m3fn"
-
-
 def _specs(config: EngineConfig, model: Model) -> Sequence[LayerSpec]:
-    kept, kv_dtype = model.cache_specs(), _kv_dtype(config)
+    kept, kv_dtype = model.cache_specs(), kv_dtype_of(config)
     return kept if kv_dtype is None else stored_as(kept, kv_dtype)
 
 
-def _encoder_patches(
+def encoder_patches(
     config: EngineConfig, model: ModelConfig, processor: ImageProcessor | None
 ) -> int:
     """The encoder's budget a step: asked for, or the largest picture the processor makes, so that
@@ -241,7 +148,7 @@ def _encoder_patches(
     return DEFAULT_ENCODER_PATCHES if processor is None else processor.max_patches
 
 
-def _image_plans(
+def image_plans(
     config: EngineConfig,
     model: Model,
     vision: VisionConfig | None,
@@ -249,6 +156,7 @@ def _image_plans(
     patches: int,
     hardware: Hardware,
 ) -> PlanTable:
+    """For the tower's sequences within a step's budget. Raises `Refused`."""
     rules = None if vision is None else vision.rules
     longest = patches if rules is None or rules.tile is None else rules.tile**2
     if longest > patches:
@@ -280,7 +188,7 @@ def _ready(plans: PlanTable, hardware: Hardware) -> PlanTable:
     return plans
 
 
-def _load(
+def load_weights(
     config: EngineConfig,
     entry: ModelEntry,
     model_config: ModelConfig,
@@ -393,7 +301,7 @@ def _graph_bytes(config: EngineConfig, device: torch.device) -> int:
     return len(sizes) * GRAPH_BYTES + GRAPH_WORKSPACE_BYTES if sizes else 0
 
 
-def _image_encoder(
+def image_encoder(
     model: Model,
     vision: VisionConfig | None,
     plans: PlanTable,
@@ -410,15 +318,15 @@ def _assemble(
     model_config: ModelConfig,
     model: Model,
     sizes: _Sizes,
-    image_plans: PlanTable,
+    tower_plans: PlanTable,
     device: torch.device,
 ) -> Engine:
-    specs, dtype = _specs(config, model), _dtype(config, model_config, device)
+    specs, dtype = _specs(config, model), dtype_of(config, model_config, device)
     graphs = _graph_sizes(config, device)
     # One page more than the manager knows of: where padded rows write.
     pool = KvPool(specs, sizes.cache.num_pages + bool(graphs), config.page_size, device)
     sites = model.text_sites()
-    plans = _text_plans(config, sites, dtype, sizes.max_model_len, _hardware(device))
+    plans = _text_plans(config, sites, dtype, sizes.max_model_len, hardware_of(device))
     row_bytes = model_config.text.hidden_size * ITEM_BYTES[dtype]
     encoder_pool = EncoderPool()
     image_id, vocab_size = model_config.image_token_id, model_config.text.vocab_size
@@ -434,7 +342,7 @@ def _assemble(
         model=model,
         pool=pool,
         encoder_pool=encoder_pool,
-        encoder=_image_encoder(model, model_config.vision, image_plans, encoder_pool, device),
+        encoder=image_encoder(model, model_config.vision, tower_plans, encoder_pool, device),
         builder=builder,
         sampler=Sampler(
             config.max_running,
@@ -475,7 +383,7 @@ def _text_plans(
         max_batch=config.max_running,
         max_q_len=config.max_step_tokens,
         max_kv_len=max_model_len,
-        kv_dtype=_kv_dtype(config),
+        kv_dtype=kv_dtype_of(config),
     )
     return _ready(make_table(sites, limits, hardware, config.attention, releases()), hardware)
 
