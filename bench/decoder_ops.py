@@ -60,9 +60,10 @@ from vitrail.ops.linear import fused as fast_linear
 from vitrail.ops.linear.table import Way, way
 from vitrail.ops.mla import fused as fast_mla
 from vitrail.ops.mla import naive as naive_mla
-from vitrail.ops.mla.naive import LatentNorm, Turns
+from vitrail.ops.mla.naive import LatentNorm
 from vitrail.ops.norm import naive as naive_norm
 from vitrail.ops.norm import triton as fast_norm
+from vitrail.ops.rope.naive import Turns
 
 BYTES_PER_S, FLOPS_PER_S = 4.2e12, 650e12
 VOCAB, LAYERS = 163840, 27

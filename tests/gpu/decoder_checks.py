@@ -16,11 +16,12 @@ from vitrail.ops.linear import naive as naive_linear
 from vitrail.ops.linear.table import Way
 from vitrail.ops.mla import fused as fast_mla
 from vitrail.ops.mla import naive as naive_mla
-from vitrail.ops.mla.naive import LatentNorm, MlaSizes, Turns
+from vitrail.ops.mla.naive import LatentNorm, MlaSizes
 from vitrail.ops.norm import naive as naive_norm
 from vitrail.ops.norm import triton as fast_norm
 from vitrail.ops.rope import naive as naive_rope
 from vitrail.ops.rope import triton as fast_rope
+from vitrail.ops.rope.naive import Turns
 
 DEVICE, DTYPE = torch.device("cuda"), torch.bfloat16
 SIZES = MlaSizes(heads=16, nope=128, rope=64, rank=512, value=128)

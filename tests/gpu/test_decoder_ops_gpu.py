@@ -47,7 +47,8 @@ def test_e4m3_rows_are_the_pool_s_codes(scale: float) -> None:
     """Every bf16 number as a rotary channel that turns by nothing."""
     from tests.gpu.decoder_checks import DEVICE, DTYPE, SIZES, Slots
     from vitrail.ops.mla import fused
-    from vitrail.ops.mla.naive import LatentNorm, Turns
+    from vitrail.ops.mla.naive import LatentNorm
+    from vitrail.ops.rope.naive import Turns
 
     numbers = torch.arange(1 << 16, device=DEVICE).to(torch.uint16).view(DTYPE)
     tokens = len(numbers) // SIZES.rope
@@ -77,7 +78,8 @@ def test_e4m3_rows_are_the_pool_s_codes(scale: float) -> None:
 def test_nothing_is_asked_of_the_device(tokens: int) -> None:
     from tests.gpu.decoder_checks import HIDDEN, SIZES, Slots, angles, normal
     from vitrail.ops.dispatch import select_linear, select_mla, select_norm, select_rope_table
-    from vitrail.ops.mla.naive import LatentNorm, Turns
+    from vitrail.ops.mla.naive import LatentNorm
+    from vitrail.ops.rope.naive import Turns
 
     device = torch.device("cuda")
     x, norm, matrix = normal(tokens, HIDDEN), normal(HIDDEN), normal(SIZES.projected, HIDDEN)

@@ -31,7 +31,8 @@ from vitrail.layers.linear import Linear
 from vitrail.layers.norm import RmsNorm
 from vitrail.layers.rotary import Rotary
 from vitrail.ops.dispatch import select_mla
-from vitrail.ops.mla.naive import LatentNorm, MlaSizes, Turns
+from vitrail.ops.mla.naive import LatentNorm, MlaSizes
+from vitrail.ops.rope.naive import Turns
 
 Form = Literal["expanded", "absorbed"]
 

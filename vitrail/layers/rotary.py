@@ -9,8 +9,7 @@ from torch import Tensor
 
 from vitrail.config.model import RopeConfig
 from vitrail.ops.dispatch import select_rope_table
-from vitrail.ops.mla.naive import Turns
-from vitrail.ops.rope.naive import rotate
+from vitrail.ops.rope.naive import Turns, rotate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,8 +7,9 @@ import triton
 from torch import Tensor
 
 from vitrail.ops.launch import launch
-from vitrail.ops.mla.naive import LatentNorm, LatentSlots, MlaSizes, Turns
+from vitrail.ops.mla.naive import LatentNorm, LatentSlots, MlaSizes
 from vitrail.ops.mla.triton import absorbed_kernel, expanded_kernel, keys_kernel, values_kernel
+from vitrail.ops.rope.naive import Turns
 
 MAX_UNROLLED = 4  # tokens that take turns over weights in registers; more are rows of a product
 MATRIX_ROWS = 16  # the fewest

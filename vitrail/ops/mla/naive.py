@@ -14,7 +14,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from vitrail.ops.norm.naive import rms_norm
-from vitrail.ops.rope.naive import rotate
+from vitrail.ops.rope.naive import Turns, rotate
 
 
 class MlaSizes(NamedTuple):
@@ -37,14 +37,6 @@ class MlaSizes(NamedTuple):
     @property
     def projected(self) -> int:
         return self.heads * self.head + self.row
-
-
-class Turns(NamedTuple):
-    """By which angle each pair of the tokens' rotary channels turns, and which are pairs."""
-
-    cos_TF: Float[Tensor, "T F"]
-    sin_TF: Float[Tensor, "T F"]
-    interleaved: bool
 
 
 class LatentNorm(NamedTuple):

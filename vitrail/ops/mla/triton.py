@@ -10,42 +10,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-E4M3_MAX = tl.constexpr(448.0)
-
-
-@triton.jit
-def _turn(
-    at,
-    to,
-    live,
-    c,
-    s,
-    unscale,
-    F: tl.constexpr,
-    ROWS: tl.constexpr,
-    F_BLOCK: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-    E4M3: tl.constexpr,
-):
-    """The 2 F channels at each of `at` [ROWS], turned by cosines and sines [ROWS or 1, F_BLOCK], to
-    `to` [ROWS]. Channels are read and written side by side, whatever makes a pair."""
-    dtype = at.dtype.element_ty
-    if INTERLEAVED:
-        p = tl.arange(0, 2 * F_BLOCK)[None, :]
-        there = live[:, None] & (p < 2 * F)
-        x = tl.load(at[:, None] + p, mask=there, other=0.0).to(tl.float32)
-        a, b = tl.split(tl.reshape(x, [ROWS, F_BLOCK, 2]))
-        both = tl.join((a * c - b * s).to(dtype), (a * s + b * c).to(dtype))
-        turned = tl.reshape(both, [ROWS, 2 * F_BLOCK])
-        tl.store(to[:, None] + p, _stored(turned, to, unscale, E4M3), mask=there)
-    else:
-        f = tl.arange(0, F_BLOCK)[None, :]
-        there = live[:, None] & (f < F)
-        a = tl.load(at[:, None] + f, mask=there, other=0.0).to(tl.float32)
-        b = tl.load(at[:, None] + F + f, mask=there, other=0.0).to(tl.float32)
-        one, two = (a * c - b * s).to(dtype), (a * s + b * c).to(dtype)
-        tl.store(to[:, None] + f, _stored(one, to, unscale, E4M3), mask=there)
-        tl.store(to[:, None] + F + f, _stored(two, to, unscale, E4M3), mask=there)
+from vitrail.ops.rope.triton import stored, turn
 
 
 @triton.jit
@@ -77,21 +42,10 @@ def _write_row(
     s = tl.load(sin + f, mask=f < F, other=0.0)[None, :]
     at = cache + slot // page_size * page_stride + slot % page_size * slot_stride
     normed = x * tl.rsqrt(tl.sum(x * x, 0) / R + eps) * weight
-    stored = _stored(normed.to(latent.dtype.element_ty), cache, unscale, E4M3)
-    tl.store(at + r, stored, mask=r < R)
+    kept = stored(normed.to(latent.dtype.element_ty), cache, unscale, E4M3)
+    tl.store(at + r, kept, mask=r < R)
     one = tl.arange(0, 1)
-    _turn(latent + R + one, at + R + one, one == 0, c, s, unscale, F, 1, F_BLOCK, INTERLEAVED, E4M3)
-
-
-@triton.jit
-def _stored(x, to, unscale, E4M3: tl.constexpr):
-    """What memory of e4m3 holds of x: saturated where finite, else NaN."""
-    if E4M3:
-        wide = x.to(tl.float32)
-        near = tl.minimum(tl.maximum(wide * unscale, -E4M3_MAX), E4M3_MAX)
-        near = tl.where(tl.abs(wide) < float("inf"), near, float("nan"))
-        return near.to(to.dtype.element_ty)
-    return x.to(to.dtype.element_ty)
+    turn(latent + R + one, at + R + one, one == 0, c, s, unscale, F, 1, F_BLOCK, INTERLEAVED, E4M3)
 
 
 @triton.jit(do_not_specialize=["eps", "unscale", "page_size"])
@@ -132,7 +86,7 @@ def expanded_kernel(
     c = tl.load(cos_at + f, mask=f < F, other=0.0)[None, :]
     s = tl.load(sin_at + f, mask=f < F, other=0.0)[None, :]
     heads = at + h * D + N
-    _turn(heads, heads, h < H, c, s, unscale, F, H_BLOCK, F_BLOCK, INTERLEAVED, False)
+    turn(heads, heads, h < H, c, s, unscale, F, H_BLOCK, F_BLOCK, INTERLEAVED, False)
     _write_row(
         at + H * D, norm, cos_at, sin_at, tl.load(slots + token).to(tl.int64), cache, page_stride,
         slot_stride, page_size, eps, unscale, R, R_ALL, F, F_BLOCK, INTERLEAVED, E4M3,
@@ -250,7 +204,7 @@ def _turn_head(
     s = tl.load(sin + t[:, None] * F + f, mask=there, other=0.0)
     to = out + t * (H * (R + 2 * F)) + R
     at = row + t * row_stride + N
-    _turn(at, to, live, c, s, 1.0, F, T_BLOCK, F_BLOCK, INTERLEAVED, False)
+    turn(at, to, live, c, s, 1.0, F, T_BLOCK, F_BLOCK, INTERLEAVED, False)
 
 
 @triton.jit(do_not_specialize=["tokens"])

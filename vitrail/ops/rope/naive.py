@@ -46,6 +46,14 @@ def turning(dim: int, theta: float, scaling: RopeScaling | None, device: torch.d
             return Turning(frequencies_F, 1.0)
 
 
+class Turns(NamedTuple):
+    """By which angle each pair of the tokens' rotary channels turns, and which are pairs."""
+
+    cos_TF: Float[Tensor, "T F"]
+    sin_TF: Float[Tensor, "T F"]
+    interleaved: bool
+
+
 def rope_table_2d(
     grids: Sequence[tuple[int, int]], dim: int, theta: float, device: torch.device
 ) -> tuple[Float[Tensor, "T F"], Float[Tensor, "T F"]]:
