@@ -31,6 +31,7 @@ from vitrail.config.model import DType, ModelConfig, VisionConfig
 from vitrail.engine.batch import BatchBuilder
 from vitrail.engine.checkpoint import Checkpoint
 from vitrail.engine.encode import ImageEncoder
+from vitrail.engine.encode_graphs import EncodeGraphs
 from vitrail.engine.engine import Engine
 from vitrail.engine.graphs import GraphParts, capture_graphs, graph_bytes, graph_sizes
 from vitrail.engine.measure import run_worst_steps
@@ -112,11 +113,14 @@ def build_engine(
     stages.done("plans and kernels of the tower")
     load_weights(config, entry, model_config, model, checkpoint, device, progress)
     stages.done("weights")
+    encode_graphs = capture_tower(model, tower_plans, model_config.vision, patches, device)
     largest = None if processor is None else processor.max_patches
     peak = _measure_encoder(model, tower_plans, model_config, dtype, patches, largest, device)
     stages.done("measuring the tower")
     sizes = _sizes(config, model_config, _specs(config, model), patches, device, peak)
-    engine = _assemble(config, model_config, model, sizes, tower_plans, device, stages)
+    engine = _assemble(
+        config, model_config, model, sizes, tower_plans, device, stages, encode_graphs
+    )
     log.info(
         "ready in %s: %s on %s in %s, %d KV tokens in %d pages of %s",
         stages,
@@ -254,6 +258,21 @@ def _measure_encoder(
     return peak
 
 
+def capture_tower(
+    model: Model,
+    plans: PlanTable,
+    vision: VisionConfig | None,
+    patches: int,
+    device: torch.device,
+) -> EncodeGraphs | None:
+    """The tower in graphs, before what they hold is left to the cache; none on a CPU."""
+    if vision is None or not isinstance(model, ImageModel) or device.type != "cuda":
+        return None
+    graphs = EncodeGraphs(model, plans, vision, patches, device)
+    graphs.capture()
+    return graphs
+
+
 def _sizes(
     config: EngineConfig,
     model: ModelConfig,
@@ -310,10 +329,11 @@ def image_encoder(
     plans: PlanTable,
     pool: EncoderPool,
     device: torch.device,
+    graphs: EncodeGraphs | None,
 ) -> ImageEncoder | None:
     if vision is None or not isinstance(model, ImageModel):
         return None
-    return ImageEncoder(model, plans, pool, device, vision.patch_size)
+    return ImageEncoder(model, plans, pool, device, vision.patch_size, graphs)
 
 
 def _assemble(
@@ -324,6 +344,7 @@ def _assemble(
     tower_plans: PlanTable,
     device: torch.device,
     stages: _Stages,
+    encode_graphs: EncodeGraphs | None,
 ) -> Engine:
     specs, dtype = _specs(config, model), dtype_of(config, model_config, device)
     graphs = graph_sizes(config, device)
@@ -347,7 +368,9 @@ def _assemble(
         model=model,
         pool=pool,
         encoder_pool=encoder_pool,
-        encoder=image_encoder(model, model_config.vision, tower_plans, encoder_pool, device),
+        encoder=image_encoder(
+            model, model_config.vision, tower_plans, encoder_pool, device, encode_graphs
+        ),
         builder=builder,
         sampler=Sampler(
             config.max_running,

@@ -10,7 +10,13 @@ from vitrail.config.engine import EngineConfig, validate
 from vitrail.config.finding import Finding, Refused, accept, errors
 from vitrail.config.hardware import Hardware
 from vitrail.config.model import DType, VisionConfig
-from vitrail.engine.build import encoder_patches, image_encoder, image_plans, load_weights
+from vitrail.engine.build import (
+    capture_tower,
+    encoder_patches,
+    image_encoder,
+    image_plans,
+    load_weights,
+)
 from vitrail.engine.checkpoint import Checkpoint
 from vitrail.engine.encode import ImageEncoder
 from vitrail.engine.placement import device_of, dtype_of, hardware_of
@@ -48,8 +54,8 @@ def build_tower(
     patches = encoder_patches(config, model_config, processor)
     plans = image_plans(config, model, vision, dtype, patches, hardware)
     load_weights(config, entry, model_config, model, checkpoint, device, None)
-    pool = EncoderPool()
-    encoder = image_encoder(model, vision, plans, pool, device)
+    graphs, pool = capture_tower(model, plans, vision, patches, device), EncoderPool()
+    encoder = image_encoder(model, vision, plans, pool, device, graphs)
     assert encoder is not None, f"{checkpoint.architecture} with a tower"
     return Tower(encoder, pool, vision, hardware, device, dtype)
 
