@@ -209,14 +209,30 @@ def main() -> None:
 def sweep(
     folder: Path, plan: LoadPlan, config: ModelConfig, device: torch.device, runs: int
 ) -> None:
-    """The direct reads alone, into parameters that are there."""
+    """What a load consists of; then the direct reads alone, into parameters that are there."""
+    clock = [time.perf_counter()]
+
+    def lap() -> float:
+        clock.append(time.perf_counter())
+        return clock[-1] - clock[-2]
+
     module = module_of(config)
-    load.load(plan, module, folder, device)
-    tensors = {n: p.data for n, p in module.named_parameters()}
+    made = lap()
+    tensors = load._materialize(module, {}, device)  # pyright: ignore[reportPrivateUsage]
+    placed = lap()
     spans, others = load._split(plan.reads, folder, tensors)  # pyright: ignore[reportPrivateUsage]
-    print(f"{len(spans)} direct reads, {len(others)} others")
-    for threads in (4, 8, 12, 16):
-        for mib in (2, 4, 8, 16, 32):
+    split = lap()
+    cut = len(direct.segments(spans, direct.SEGMENT_BYTES))
+    joined = lap()
+    for read, value in load._values(others, folder):  # pyright: ignore[reportPrivateUsage]
+        load._box(tensors[read.parameter], read.target).copy_(value)  # pyright: ignore[reportPrivateUsage]
+    other = lap()
+    print(
+        f"seconds: module {made:.3f}, memory {placed:.3f}, {len(spans)} direct reads found "
+        f"{split:.3f}, cut into {cut} segments {joined:.3f}; {len(others)} other reads {other:.3f}"
+    )
+    for threads in (8, 12, 16):
+        for mib in (2, 4, 8, 16):
 
             def once(threads: int = threads, mib: int = mib) -> int:
                 return sum(n for n, _ in direct.fill(spans, folder, device, threads, mib << 20))
