@@ -18,9 +18,9 @@ from typing import Any
 
 import numpy as np
 import torch
+from bench.kimi_shape import write_shape
 from PIL import Image
 
-from bench.kimi_shape import write_shape
 from vitrail import LLM, SamplingParams
 from vitrail.bench.offline import Drive
 from vitrail.bench.record import figures

@@ -23,8 +23,8 @@ from vitrail.cache.encoder import EncoderCache
 from vitrail.cache.encoder_pool import EncoderPool
 from vitrail.cache.kv_pool import KvPool
 from vitrail.cache.manager import Manager
-from vitrail.cache.spec import ITEM_BYTES, LayerSpec, stored_as
-from vitrail.config.engine import DEFAULT_VIDEO_FRAMES, GIB, EngineConfig, plan_frames, validate
+from vitrail.cache.spec import ITEM_BYTES, LayerSpec
+from vitrail.config.engine import GIB, EngineConfig, validate
 from vitrail.config.finding import Finding, Refused, accept, errors
 from vitrail.config.hardware import Hardware
 from vitrail.config.model import DType, ModelConfig, VisionConfig
@@ -36,7 +36,16 @@ from vitrail.engine.engine import Engine
 from vitrail.engine.graphs import GraphParts, capture_graphs, graph_bytes, graph_sizes
 from vitrail.engine.measure import run_worst_steps
 from vitrail.engine.parcel import Door
-from vitrail.engine.placement import device_of, dtype_of, hardware_of, kv_dtype_of
+from vitrail.engine.placement import (
+    device_of,
+    dtype_of,
+    encoder_patches_of,
+    hardware_of,
+    kv_dtype_of,
+    specs_of,
+    step_tokens_of,
+    video_frames_of,
+)
 from vitrail.engine.prepare import ServingFacts
 from vitrail.engine.runner import Runner, RunnerParts
 from vitrail.engine.sampler import Sampler
@@ -49,10 +58,6 @@ from vitrail.weights import headers, load
 from vitrail.weights.plan import resolve
 
 log = logging.getLogger("vitrail.engine")
-# Tokens of a step where nobody says.
-GPU_STEP_TOKENS, CPU_STEP_TOKENS = 8192, 2048
-# Patches encoded in a step where no processor says how large an image can be.
-DEFAULT_ENCODER_PATCHES = 16_384
 # GPU memory left to the forward pass beside weights, encoder and pages.
 WORKSPACE_BYTES = 2 * GIB
 
@@ -105,10 +110,10 @@ def build_engine(
     entry = load_entry(checkpoint.architecture)
     model_config = accept(entry.read_config(checkpoint.config, checkpoint.generation))
     dtype = dtype_of(config, model_config, device)
-    frames = _video_frames(config, model_config)
+    frames = video_frames_of(config, model_config)
     with torch.device("meta"):
         model = entry.build(model_config, dtype)
-    patches = encoder_patches(config, model_config, processor)
+    patches = encoder_patches_of(config, model_config, processor)
     tower_plans = image_plans(config, model, model_config.vision, dtype, patches, hardware)
     stages.done("plans and kernels of the tower")
     load_weights(config, entry, model_config, model, checkpoint, device, progress)
@@ -117,7 +122,7 @@ def build_engine(
     largest = None if processor is None else processor.max_patches
     peak = _measure_encoder(model, tower_plans, model_config, dtype, patches, largest, device)
     stages.done("measuring the tower")
-    sizes = _sizes(config, model_config, _specs(config, model), patches, device, peak)
+    sizes = _sizes(config, model_config, specs_of(config, model), patches, device, peak)
     engine = _assemble(
         config, model_config, model, sizes, tower_plans, device, stages, encode_graphs
     )
@@ -144,30 +149,6 @@ def build_engine(
         encoder_resizes=device.type == "cuda",
     )
     return Built(engine, facts)
-
-
-def _video_frames(config: EngineConfig, model: ModelConfig) -> int:
-    """Without a tower no number is too large."""
-    if model.vision is None:
-        return config.video_frames or DEFAULT_VIDEO_FRAMES
-    return accept(plan_frames(config, model.video_frames))
-
-
-def _specs(config: EngineConfig, model: Model) -> Sequence[LayerSpec]:
-    kept, kv_dtype = model.cache_specs(), kv_dtype_of(config)
-    return kept if kv_dtype is None else stored_as(kept, kv_dtype)
-
-
-def encoder_patches(
-    config: EngineConfig, model: ModelConfig, processor: ImageProcessor | None
-) -> int:
-    """The encoder's budget a step: asked for, or the largest picture the processor makes, so that
-    no picture alone waits for a second step."""
-    if model.vision is None:
-        return 0
-    if config.encoder_patches is not None:
-        return config.encoder_patches
-    return DEFAULT_ENCODER_PATCHES if processor is None else processor.max_patches
 
 
 def image_plans(
@@ -346,7 +327,7 @@ def _assemble(
     stages: _Stages,
     encode_graphs: EncodeGraphs | None,
 ) -> Engine:
-    specs, dtype = _specs(config, model), dtype_of(config, model_config, device)
+    specs, dtype = specs_of(config, model), dtype_of(config, model_config, device)
     graphs = graph_sizes(config, device)
     # One page more than the manager knows of: where padded rows write.
     pool = KvPool(specs, sizes.cache.num_pages + bool(graphs), config.page_size, device)
@@ -398,13 +379,6 @@ def _assemble(
     return Engine(scheduler, Runner(parts), step_ahead=config.step_ahead)
 
 
-def _step_tokens(config: EngineConfig, hardware: Hardware) -> int:
-    """The user's choice, or as many as keep the device at its products rather than its launches."""
-    if config.max_step_tokens is not None:
-        return config.max_step_tokens
-    return GPU_STEP_TOKENS if hardware.cc else CPU_STEP_TOKENS
-
-
 def _text_plans(
     config: EngineConfig,
     sites: Sequence[tuple[AttentionSite, Phase]],
@@ -417,7 +391,7 @@ def _text_plans(
         dtype=dtype,
         page_size=config.page_size,
         max_batch=config.max_running,
-        max_q_len=_step_tokens(config, hardware),
+        max_q_len=step_tokens_of(config, hardware),
         max_kv_len=max_model_len,
         kv_dtype=kv_dtype_of(config),
     )
@@ -431,7 +405,7 @@ def _scheduler(
         SchedulerLimits(
             max_running=config.max_running,
             max_waiting=config.max_waiting,
-            max_step_tokens=_step_tokens(config, hardware),
+            max_step_tokens=step_tokens_of(config, hardware),
             max_model_len=sizes.max_model_len,
             encoder_patches=sizes.encoder_patches,
             page_size=config.page_size,

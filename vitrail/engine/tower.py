@@ -12,14 +12,13 @@ from vitrail.config.hardware import Hardware
 from vitrail.config.model import DType, VisionConfig
 from vitrail.engine.build import (
     capture_tower,
-    encoder_patches,
     image_encoder,
     image_plans,
     load_weights,
 )
 from vitrail.engine.checkpoint import Checkpoint
 from vitrail.engine.encode import ImageEncoder
-from vitrail.engine.placement import device_of, dtype_of, hardware_of
+from vitrail.engine.placement import device_of, dtype_of, encoder_patches_of, hardware_of
 from vitrail.models.registry import load_entry
 from vitrail.vision.preprocess import ImageProcessor
 
@@ -51,7 +50,7 @@ def build_tower(
         model = entry.build(model_config, dtype)
     if vision is None:
         raise Refused(_no_tower(checkpoint.architecture))
-    patches = encoder_patches(config, model_config, processor)
+    patches = encoder_patches_of(config, model_config, processor)
     plans = image_plans(config, model, vision, dtype, patches, hardware)
     load_weights(config, entry, model_config, model, checkpoint, device, None)
     graphs, pool = capture_tower(model, plans, vision, patches, device), EncoderPool()
