@@ -1,6 +1,6 @@
 """The engine at Kimi-VL-A3B's shape, random weights, no server: rates, idle time, a profile.
 
-    python bench/engine.py [--batches 1,32,256] [--no-profile] [--no-check] [--step-tokens 8192]
+    python bench/engine.py [--batches 1,32,256] [--no-profile] [--no-check]
     python bench/engine.py --tiny        # a small shape on a CPU: a smoke test
 
 Checks first: the same tokens step by step, one step ahead and (on a GPU) from graphs; how many of a
@@ -10,6 +10,7 @@ ids, nothing shared; medians of RUNS after one warm-up. Floors: bytes of the wei
 step reads over 4.2 TB/s; FLOPs over 650 TFLOP/s. Then a profile by kernel group."""
 
 import argparse
+import gc
 import json
 import logging
 import statistics
@@ -352,7 +353,6 @@ def measure(engine: Engine, shape: Shape, batches: list[int], args: argparse.Nam
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--batches", default="1,32,256")
-    parser.add_argument("--step-tokens", type=int, default=8192)
     parser.add_argument("--runs", type=int, default=RUNS)
     parser.add_argument("--no-profile", action="store_true")
     parser.add_argument("--no-check", action="store_true")
@@ -363,7 +363,7 @@ def main() -> int:
     batches = [int(b) for b in args.batches.split(",")]
     shape = Shape(TEXT, CONTEXT, OUTPUT, ((1, 8192), (64, 1024)), args.runs)
     vision, image = VISION, IMAGE
-    choices: dict[str, Any] = {"max_model_len": 16384, "max_step_tokens": args.step_tokens}
+    choices: dict[str, Any] = {"max_model_len": 16384}
     if args.tiny:
         shape = Shape(TEXT | TINY, 40, 8, ((1, 100), (4, 30)), args.runs)
         vision, image, batches = VISION | TINY_VISION, 620, [1, 4]
@@ -375,6 +375,8 @@ def main() -> int:
         began = time.perf_counter()
         engine = build_engine(config, open_checkpoint(folder), None).engine
         print(f"start-up {time.perf_counter() - began:.1f} s")
+    gc.collect()
+    gc.freeze()  # as the server's worker does
     name = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
     print(f"{name}, torch {torch.__version__}, {choices}")
     measure(engine, shape, batches, args)

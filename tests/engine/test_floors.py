@@ -65,7 +65,11 @@ def test_parameters_are_the_modules(name: str):
     assert linear_parameters(text) == counted["linear"]
     moe = text.moe
     sparse = 0 if moe is None else text.num_layers - moe.first_moe_layer
-    experts = 0 if moe is None else sparse * moe.num_experts * expert_parameters(text, moe)
+    experts = (
+        0
+        if moe is None
+        else sparse * (moe.num_experts + moe.num_shared) * expert_parameters(text, moe)
+    )
     assert experts == counted["experts"]
 
 

@@ -4,11 +4,17 @@ import numpy as np
 import pytest
 import torch
 
+from tests.vision.moonvit_reference import CONFIG
+from vitrail.attention.installed import releases
+from vitrail.attention.plan import PlanLimits, make_table
+from vitrail.config.hardware import from_device
 from vitrail.engine.encode import send
+from vitrail.engine.encode_graphs import EncodeGraphs
 from vitrail.ops.resize.naive import Resample
 from vitrail.ops.resize.taps import taps
 from vitrail.ops.vision import naive
 from vitrail.ops.vision.naive import Grids
+from vitrail.vision.moonvit import MoonVit
 from vitrail.vision.preprocess import pad, patchify, resize
 
 pytestmark = pytest.mark.gpu
@@ -109,3 +115,45 @@ def test_pictures_become_the_processors_patches(old, new):
     got = resized_patches(sent[0], Resample(*sent[1:3]), Resample(*sent[3:]), grid, 14)
     want = patchify(pad(resize(pixels, *new), grid[0] * 14, grid[1] * 14), 14)
     assert np.array_equal(got.cpu().numpy(), want)
+
+
+@pytest.mark.parametrize(
+    "sizes", [[(66, 66)], [(2, 2)], [(16, 16), (2, 6), (30, 12)], [(4, 4)] * 8]
+)
+def test_a_graph_is_the_tower(sizes):
+    """Also after another batch has left its patches in the buffers."""
+    tower = MoonVit(CONFIG, torch.float32).to("cuda", torch.bfloat16)
+    for name, parameter in tower.named_parameters():
+        if "norm" not in name:
+            parameter.copy_(drawn(*parameter.shape, seed=len(name), dtype=torch.bfloat16) * 0.05)
+    limits = PlanLimits(
+        dtype="bfloat16", page_size=None, max_batch=4356, max_q_len=4356, max_kv_len=4356
+    )
+    facts = torch.cuda.get_device_properties(0)
+    gpu = from_device(
+        facts.name, facts.major * 10 + facts.minor, facts.multi_processor_count, facts.total_memory
+    )
+    table = make_table(tower.sites(), limits, gpu, None, releases())
+    graphs = EncodeGraphs(Towered(tower), table, CONFIG, 4356, torch.device("cuda"))
+    if not len(graphs):
+        pytest.skip("the planned backend takes lengths from the host")
+    graphs.capture()
+    count = sum(h * w for h, w in sizes)
+    raw = torch.randint(0, 256, (count, 588), dtype=torch.uint8, device="cuda")
+    full = torch.full((4356, 588), 255, dtype=torch.uint8, device="cuda")
+    want, got = tower(raw, sizes, table), graphs.run(raw, sizes)
+    close(got, want, 8)
+    assert graphs.run(full, [(66, 66)]).isfinite().all()
+    close(graphs.run(raw, sizes), want, 8)
+    assert graphs.run(raw.float(), sizes) is None
+    assert graphs.run(raw[:1].expand(9, -1).contiguous(), [(1, 1)] * 9) is None
+
+
+class Towered:
+    """A model that is a tower."""
+
+    def __init__(self, tower):
+        self.tower = tower
+
+    def encode_patches(self, patches, grids, plans):
+        return self.tower(patches, grids, plans)

@@ -8,7 +8,8 @@ import torch
 
 from vitrail.ops.moe.fused import place, triton_experts, triton_route
 from vitrail.ops.moe.naive import Routing, naive_experts, naive_route, route
-from vitrail.ops.moe.plan import Choice, ExpertsPlan, Tile, max_blocks
+from vitrail.ops.moe.plan import Choice, max_blocks
+from vitrail.ops.moe.tile import ExpertsPlan, Tile
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs them compiled")
 FEW = Tile(bn=16, bk=16, stages=2, warps=4)
@@ -89,7 +90,7 @@ def test_a_token_gets_the_very_same_alone_and_with_strangers() -> None:
         assert torch.equal(alone, whole[t : t + 1])
 
 
-@pytest.mark.parametrize("tokens", [17, 60, 400, 1500])
+@pytest.mark.parametrize("tokens", [17, 60, 400, 1500, 6000])
 def test_every_slot_has_its_row(tokens: int) -> None:
     """Blocks are of one expert, slots within them in order, the rest is nobody's."""
     plan = PLANS["few"]
@@ -114,7 +115,7 @@ def test_every_slot_has_its_row(tokens: int) -> None:
     assert used == sum(-(-int((ids == e).sum()) // plan.bt) for e in range(11))
 
 
-@pytest.mark.parametrize("tokens", [1, 7, 33, 130])
+@pytest.mark.parametrize("tokens", [1, 7, 33])
 @pytest.mark.parametrize("num_shared", [0, 2])
 def test_the_router_is_the_definition(tokens: int, num_shared: int) -> None:
     torch.manual_seed(tokens)
@@ -134,12 +135,3 @@ def test_the_first_of_equal_scores_is_chosen() -> None:
     got = triton_route(x, router, bias, choice, early=False)
     assert got.expert_ids.tolist() == [[1, 3, 0, 10]] * 4
     assert got.weights.tolist() == [[1.0, 1.0, 1.0, 1.0]] * 4
-
-
-def test_bounds_of_blocks_hold() -> None:
-    for slots in range(1, 200):
-        for experts in (1, 3, 8, 66):
-            for bt in (16, 32):
-                ones = min(slots, experts) - 1  # the worst: all but one with a single slot
-                worst = ones + -(-(slots - ones) // bt)
-                assert worst <= max_blocks(slots, experts, bt) <= slots

@@ -42,7 +42,10 @@ class EngineConfig:
     )
     max_running: int = _opt(256, "requests computed at once")
     max_waiting: int = _opt(4096, "requests queued before new ones get 503")
-    max_step_tokens: int = _opt(2048, "tokens computed in one step (prefill chunks + decodes)")
+    max_step_tokens: int | None = _opt(
+        None,
+        "tokens computed in one step (prefill chunks + decodes); default 2048, 8192 on a GPU",
+    )
     page_size: int = _opt(64, "tokens a page of the KV cache holds")
     kv_cache_bytes: int | None = _opt(
         None, "KV cache size; default 1 GiB on a CPU, what is left on a GPU"

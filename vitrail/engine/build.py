@@ -6,7 +6,6 @@ after it."""
 # pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false
 # pyright: reportUnknownVariableType=false
 
-import dataclasses
 import logging
 import time
 from collections.abc import Sequence
@@ -32,9 +31,10 @@ from vitrail.config.model import DType, KvDType, ModelConfig, VisionConfig
 from vitrail.engine.batch import BatchBuilder
 from vitrail.engine.checkpoint import Checkpoint
 from vitrail.engine.encode import ImageEncoder
+from vitrail.engine.encode_graphs import EncodeGraphs
 from vitrail.engine.engine import Engine
 from vitrail.engine.floors import Shapes
-from vitrail.engine.graphs import DecodeGraphs, GraphParts, graph_findings, ladder
+from vitrail.engine.graphs import GraphParts, capture_graphs, graph_bytes, graph_sizes
 from vitrail.engine.measure import run_worst_steps
 from vitrail.engine.parcel import Door
 from vitrail.engine.prepare import ServingFacts
@@ -49,12 +49,12 @@ from vitrail.weights import headers, load
 from vitrail.weights.plan import resolve
 
 log = logging.getLogger("vitrail.engine")
+# Tokens of a step where nobody says.
+GPU_STEP_TOKENS, CPU_STEP_TOKENS = 8192, 2048
 # Patches encoded in a step where no processor says how large an image can be.
 DEFAULT_ENCODER_PATCHES = 16_384
 # GPU memory left to the forward pass beside weights, encoder and pages.
 WORKSPACE_BYTES = 2 * GIB
-# Of decode graphs: each one's own, and what the largest keeps between its kernels.
-GRAPH_BYTES, GRAPH_WORKSPACE_BYTES = 16 << 20, GIB // 2
 
 
 class Built(NamedTuple):
@@ -83,6 +83,22 @@ class Placed(NamedTuple):
     device: torch.device
 
 
+class _Stages:
+    """Seconds of each stage of a start-up, in order."""
+
+    def __init__(self) -> None:
+        self._began = self._last = time.perf_counter()
+        self._took: list[str] = []
+
+    def done(self, name: str) -> None:
+        now = time.perf_counter()
+        self._took.append(f"{name} {now - self._last:.1f}")
+        self._last = now
+
+    def __str__(self) -> str:
+        return f"{self._last - self._began:.1f} s ({', '.join(self._took)})"
+
+
 class _Sizes(NamedTuple):
     """Limits that the model, the device and the user's choices give together."""
 
@@ -99,7 +115,7 @@ def build_engine(
 ) -> Built:
     """Raises `Refused` with every finding of the first stage that has any: choices, config.json,
     weights (headers), attention plans, cache size. Weights are read after all but the last."""
-    began = time.perf_counter()
+    stages = _Stages()
     found = errors(validate(config))
     if found:
         raise Refused(found)
@@ -113,14 +129,20 @@ def build_engine(
         model = entry.build(model_config, dtype)
     patches = _encoder_patches(config, model_config, processor)
     image_plans = _image_plans(config, model, model_config.vision, dtype, patches, hardware)
+    stages.done("plans and kernels of the tower")
     _load(config, entry, model_config, model, checkpoint, device, progress)
+    stages.done("weights")
+    encode_graphs = _encode_graphs(model, image_plans, model_config.vision, patches, device)
     largest = None if processor is None else processor.max_patches
     peak = _measure_encoder(model, image_plans, model_config, dtype, patches, largest, device)
+    stages.done("measuring the tower")
     sizes = _sizes(config, model_config, _specs(config, model), patches, device, peak)
-    engine = _assemble(config, model_config, model, sizes, image_plans, device)
+    engine = _assemble(
+        config, model_config, model, sizes, image_plans, device, stages, encode_graphs
+    )
     log.info(
-        "ready in %.1f s: %s on %s in %s, %d KV tokens in %d pages of %s",
-        time.perf_counter() - began,
+        "ready in %s: %s on %s in %s, %d KV tokens in %d pages of %s",
+        stages,
         checkpoint.architecture,
         hardware.name,
         dtype,
@@ -172,7 +194,7 @@ def build_tower(
     plans = _image_plans(config, model, vision, dtype, patches, hardware)
     _load(config, entry, model_config, model, checkpoint, device, None)
     pool = EncoderPool()
-    encoder = ImageEncoder(model, plans, pool, device)
+    encoder = ImageEncoder(model, plans, pool, device, vision.patch_size)
     return Tower(encoder, pool, vision, hardware, device, dtype)
 
 
@@ -329,6 +351,21 @@ def _measure_encoder(
     return peak
 
 
+def _encode_graphs(
+    model: Model,
+    plans: PlanTable,
+    vision: VisionConfig | None,
+    patches: int,
+    device: torch.device,
+) -> EncodeGraphs | None:
+    """The tower in graphs, before what they hold is left to the cache; none on a CPU."""
+    if vision is None or not isinstance(model, ImageModel) or device.type != "cuda":
+        return None
+    graphs = EncodeGraphs(model, plans, vision, patches, device)
+    graphs.capture()
+    return graphs
+
+
 def _sizes(
     config: EngineConfig,
     model: ModelConfig,
@@ -375,22 +412,8 @@ def _kv_bytes(config: EngineConfig, device: torch.device, encoder_peak: int) -> 
         return GIB
     free, total = torch.cuda.mem_get_info(device)
     kept = int(total * (1 - config.memory_fraction))
-    others = encoder_peak + config.encoder_cache_bytes + _graph_bytes(config, device)
+    others = encoder_peak + config.encoder_cache_bytes + graph_bytes(graph_sizes(config, device))
     return free - kept - others - WORKSPACE_BYTES
-
-
-def _graph_sizes(config: EngineConfig, device: torch.device) -> list[int]:
-    """Batch sizes of the decode graphs, none on a CPU."""
-    if device.type == "cpu":
-        return []
-    asked = config.max_running if config.cuda_graphs is None else config.cuda_graphs
-    return ladder(min(asked, config.max_running))
-
-
-def _graph_bytes(config: EngineConfig, device: torch.device) -> int:
-    """What the decode graphs may take."""
-    sizes = _graph_sizes(config, device)
-    return len(sizes) * GRAPH_BYTES + GRAPH_WORKSPACE_BYTES if sizes else 0
 
 
 def _image_encoder(
@@ -399,10 +422,11 @@ def _image_encoder(
     plans: PlanTable,
     pool: EncoderPool,
     device: torch.device,
+    graphs: EncodeGraphs | None,
 ) -> ImageEncoder | None:
     if vision is None or not isinstance(model, ImageModel):
         return None
-    return ImageEncoder(model, plans, pool, device, vision.patch_size)
+    return ImageEncoder(model, plans, pool, device, vision.patch_size, graphs)
 
 
 def _assemble(
@@ -412,13 +436,16 @@ def _assemble(
     sizes: _Sizes,
     image_plans: PlanTable,
     device: torch.device,
+    stages: _Stages,
+    encode_graphs: EncodeGraphs | None,
 ) -> Engine:
     specs, dtype = _specs(config, model), _dtype(config, model_config, device)
-    graphs = _graph_sizes(config, device)
+    graphs = graph_sizes(config, device)
     # One page more than the manager knows of: where padded rows write.
     pool = KvPool(specs, sizes.cache.num_pages + bool(graphs), config.page_size, device)
     sites = model.text_sites()
     plans = _text_plans(config, sites, dtype, sizes.max_model_len, _hardware(device))
+    stages.done("plans and kernels of the decoder")
     row_bytes = model_config.text.hidden_size * ITEM_BYTES[dtype]
     encoder_pool = EncoderPool()
     image_id, vocab_size = model_config.image_token_id, model_config.text.vocab_size
@@ -434,7 +461,9 @@ def _assemble(
         model=model,
         pool=pool,
         encoder_pool=encoder_pool,
-        encoder=_image_encoder(model, model_config.vision, image_plans, encoder_pool, device),
+        encoder=_image_encoder(
+            model, model_config.vision, image_plans, encoder_pool, device, encode_graphs
+        ),
         builder=builder,
         sampler=Sampler(
             config.max_running,
@@ -444,7 +473,7 @@ def _assemble(
         ),
         plans=plans,
         door=door,
-        graphs=_capture(
+        graphs=capture_graphs(
             GraphParts(
                 model=model,
                 pool=pool,
@@ -457,8 +486,16 @@ def _assemble(
             door,
         ),
     )
-    scheduler = _scheduler(config, sizes, row_bytes)
+    stages.done("graphs")
+    scheduler = _scheduler(config, sizes, row_bytes, _hardware(device))
     return Engine(scheduler, Runner(parts), step_ahead=config.step_ahead)
+
+
+def _step_tokens(config: EngineConfig, hardware: Hardware) -> int:
+    """The user's choice, or as many as keep the device at its products rather than its launches."""
+    if config.max_step_tokens is not None:
+        return config.max_step_tokens
+    return GPU_STEP_TOKENS if hardware.cc else CPU_STEP_TOKENS
 
 
 def _text_plans(
@@ -473,19 +510,21 @@ def _text_plans(
         dtype=dtype,
         page_size=config.page_size,
         max_batch=config.max_running,
-        max_q_len=config.max_step_tokens,
+        max_q_len=_step_tokens(config, hardware),
         max_kv_len=max_model_len,
         kv_dtype=_kv_dtype(config),
     )
     return _ready(make_table(sites, limits, hardware, config.attention, releases()), hardware)
 
 
-def _scheduler(config: EngineConfig, sizes: _Sizes, row_bytes: int) -> Scheduler:
+def _scheduler(
+    config: EngineConfig, sizes: _Sizes, row_bytes: int, hardware: Hardware
+) -> Scheduler:
     return Scheduler(
         SchedulerLimits(
             max_running=config.max_running,
             max_waiting=config.max_waiting,
-            max_step_tokens=config.max_step_tokens,
+            max_step_tokens=_step_tokens(config, hardware),
             max_model_len=sizes.max_model_len,
             encoder_patches=sizes.encoder_patches,
             page_size=config.page_size,
@@ -494,44 +533,3 @@ def _scheduler(config: EngineConfig, sizes: _Sizes, row_bytes: int) -> Scheduler
         Manager(sizes.cache.num_pages, config.page_size, config.prefix_cache),
         EncoderCache(config.encoder_cache_bytes, row_bytes),
     )
-
-
-def _capture(parts: GraphParts, config: EngineConfig, door: Door) -> DecodeGraphs | None:
-    """The decode graphs. Raises `Refused` where one cannot be captured, or where all of them take
-    more than was planned. Attention that cannot be captured is refused where graphs were asked for,
-    else a warning."""
-    sizes = _graph_sizes(config, door.device)
-    if not sizes:
-        return None
-    if found := graph_findings(p for p in parts.plans if p.shape.phase is Phase.DECODE):
-        if config.cuda_graphs is not None:
-            raise Refused(found)
-        log.warning("%s", dataclasses.replace(found[0], severity="warning"))
-        return None
-    torch.cuda.empty_cache()
-    before, began = torch.cuda.mem_get_info(door.device)[0], time.perf_counter()
-    graphs = DecodeGraphs(parts, sizes, door)
-    graphs.capture(door)
-    torch.cuda.empty_cache()
-    taken, planned = (
-        before - torch.cuda.mem_get_info(door.device)[0],
-        _graph_bytes(config, door.device),
-    )
-    log.info(
-        "%d decode graphs in %.1f s: %d MiB of %d planned",
-        len(sizes),
-        time.perf_counter() - began,
-        taken >> 20,
-        planned >> 20,
-    )
-    if taken > planned:
-        raise Refused(
-            Finding(
-                where="cuda_graphs",
-                saw=f"{len(sizes)} graphs of up to {sizes[-1]} decodes take {taken} bytes",
-                rule=f"at most the {planned} bytes that were planned for them",
-                change=f"pass --cuda-graphs {sizes[-1] // 2}, or 0 for none",
-                code="graphs_too_large",
-            )
-        )
-    return graphs

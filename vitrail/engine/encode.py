@@ -16,6 +16,7 @@ from torch import Tensor
 
 from vitrail.attention.plan import PlanTable
 from vitrail.cache.encoder_pool import EncoderPool
+from vitrail.engine.encode_graphs import EncodeGraphs
 from vitrail.engine.step import EncodeJob
 from vitrail.models.interface import ImageModel, ImageShape
 from vitrail.ops.dispatch import select_resize
@@ -37,8 +38,9 @@ class ImageEncoder:
         pool: EncoderPool,
         device: torch.device,
         patch_size: int,
+        graphs: EncodeGraphs | None = None,
     ):
-        self._patch_size = patch_size
+        self._patch_size, self._graphs = patch_size, graphs
         self._model = model
         self._plans = plans
         self._pool = pool
@@ -83,7 +85,9 @@ class ImageEncoder:
         pool is only read, so that a failure leaves nothing half done."""
         patches = patches_of(jobs, pixels, self._device, self._patch_size)
         grids = [(j.height, j.width) for j in jobs for _ in range(j.count)]
-        features = self._model.encode_patches(patches, grids, self._plans)
+        features = None if self._graphs is None else self._graphs.run(patches, grids)
+        if features is None:
+            features = self._model.encode_patches(patches, grids, self._plans)
         sizes = [j.num_patches for j in jobs]
         if features.shape[0] != sum(sizes):
             held = f"features of {features.shape[0]} patches"

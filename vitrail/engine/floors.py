@@ -95,8 +95,8 @@ def step_work(shapes: Shapes, plan: StepPlan) -> dict[Group, Work]:
 
 
 def linear_parameters(text: TextConfig) -> int:
-    """Of every product that all tokens go through: projections, dense and shared MLPs, routers;
-    neither experts nor the head."""
+    """Of every product that all tokens go through: projections, dense MLPs, routers; neither
+    experts, shared ones among them, nor the head."""
     size, moe = text.hidden_size, text.moe
     if text.mla is not None:
         attention = _mla_parameters(text, text.mla)
@@ -107,8 +107,8 @@ def linear_parameters(text: TextConfig) -> int:
     if moe is None:
         return total + text.num_layers * 3 * size * text.intermediate_size
     sparse = text.num_layers - moe.first_moe_layer
-    shared = 3 * size * moe.num_shared * moe.intermediate_size + moe.num_experts * size
-    return total + moe.first_moe_layer * 3 * size * text.intermediate_size + sparse * shared
+    dense = moe.first_moe_layer * 3 * size * text.intermediate_size
+    return total + dense + sparse * moe.num_experts * size
 
 
 def _mla_parameters(text: TextConfig, mla: MlaConfig) -> int:
@@ -140,8 +140,8 @@ def _products(text: TextConfig, item: int, tokens: int, sampled: int) -> Work:
 
 def _experts(text: TextConfig, moe: MoeConfig, item: int, tokens: int) -> Work:
     layers, each = text.num_layers - moe.first_moe_layer, expert_parameters(text, moe)
-    read = layers * distinct_experts(moe, tokens) * each * item
-    return Work(read, 2.0 * layers * tokens * moe.top_k * each)
+    read = layers * (distinct_experts(moe, tokens) + moe.num_shared) * each * item
+    return Work(read, 2.0 * layers * tokens * (moe.top_k + moe.num_shared) * each)
 
 
 def _attention(shapes: Shapes, plan: StepPlan) -> Work:

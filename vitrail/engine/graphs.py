@@ -15,19 +15,23 @@ Legend: B rows of a graph, M hidden channels."""
 # pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false
 # pyright: reportUnknownVariableType=false
 
+import logging
 from bisect import bisect_left
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Generator, Iterable, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.cuda import CUDAGraph
 
 from vitrail.attention.metadata import PagedMetadata, Work
 from vitrail.attention.plan import AttentionPlan, PlanTable
 from vitrail.attention.records import RECORDED, Records, decode_records, padded, room
 from vitrail.attention.shape import Phase
 from vitrail.cache.kv_pool import KvPool
+from vitrail.config.engine import EngineConfig
 from vitrail.config.finding import Finding, Refused
 from vitrail.engine.batch import BatchBuilder, Rows
 from vitrail.engine.parcel import Door, Parcel, Received
@@ -35,6 +39,9 @@ from vitrail.engine.step import StepPlan
 from vitrail.layers.context import ForwardContext
 from vitrail.models.interface import Model
 
+log = logging.getLogger("vitrail.engine")
+# Planned: for each graph of its own, and for what the largest keeps between its kernels.
+GRAPH_BYTES, WORKSPACE_BYTES = 16 << 20, 512 << 20
 # Bytes of a parcel behind a graph's own: parameters of the sampled rows, as most batches have them.
 TAIL_BYTES = 1 << 16
 
@@ -73,7 +80,7 @@ class _Tickets:
 class _Captured:
     """`hidden`: [B, M], `slots`: int64 [B], both overwritten by the next replay."""
 
-    graph: torch.cuda.CUDAGraph
+    graph: CUDAGraph
     hidden: Tensor
     slots: Tensor
 
@@ -108,11 +115,11 @@ class DecodeGraphs:
             try:
                 self._forward(got, tickets, size)  # whatever is made at a first call
                 torch.cuda.synchronize(door.device)
-                graph = torch.cuda.CUDAGraph()
+                graph = CUDAGraph()
                 with torch.cuda.stream(stream):
                     graph.capture_begin(pool=pool, capture_error_mode="thread_local")
-                    hidden = self._forward(got, tickets, size)
-                    graph.capture_end()
+                    with _ended(graph):
+                        hidden = self._forward(got, tickets, size)
             except Exception as error:
                 raise Refused(_failed(size, error)) from error
             slots = got(tickets.slots)
@@ -208,6 +215,18 @@ class DecodeGraphs:
         return p.model.forward(hidden, context)
 
 
+@contextmanager
+def _ended(graph: CUDAGraph) -> Generator[None]:
+    """The capture ends with the block, also where that raises, so that the stream is as it was."""
+    try:
+        yield
+    except Exception:
+        with suppress(RuntimeError):  # it failed; so does ending it
+            graph.capture_end()
+        raise
+    graph.capture_end()
+
+
 @dataclass(frozen=True, slots=True)
 class _Head:
     """Rows of a graph by column, int64, and new pages with their places in the table."""
@@ -217,6 +236,51 @@ class _Head:
     cache_slots: np.ndarray
     places: np.ndarray
     pages: np.ndarray
+
+
+def graph_sizes(config: EngineConfig, device: torch.device) -> list[int]:
+    """Batch sizes of the decode graphs, none on a CPU."""
+    if device.type == "cpu":
+        return []
+    asked = config.max_running if config.cuda_graphs is None else config.cuda_graphs
+    return ladder(min(asked, config.max_running))
+
+
+def graph_bytes(sizes: Sequence[int]) -> int:
+    """Device memory that so many graphs may take."""
+    return len(sizes) * GRAPH_BYTES + WORKSPACE_BYTES if sizes else 0
+
+
+def capture_graphs(parts: GraphParts, config: EngineConfig, door: Door) -> DecodeGraphs | None:
+    """The decode graphs. Raises `Refused` where one cannot be captured, or where all of them take
+    more than was planned. Attention that cannot be captured is refused where graphs were asked for,
+    else a warning."""
+    sizes = graph_sizes(config, door.device)
+    if not sizes:
+        return None
+    if found := graph_findings(p for p in parts.plans if p.shape.phase is Phase.DECODE):
+        if config.cuda_graphs is not None:
+            raise Refused(found)
+        log.warning("%s", replace(found[0], severity="warning"))
+        return None
+    torch.cuda.empty_cache()
+    before = torch.cuda.mem_get_info(door.device)[0]
+    graphs = DecodeGraphs(parts, sizes, door)
+    graphs.capture(door)
+    torch.cuda.empty_cache()
+    taken, planned = before - torch.cuda.mem_get_info(door.device)[0], graph_bytes(sizes)
+    log.info("%d decode graphs: %d MiB of %d planned", len(sizes), taken >> 20, planned >> 20)
+    if taken > planned:
+        raise Refused(
+            Finding(
+                where="cuda_graphs",
+                saw=f"{len(sizes)} graphs of up to {sizes[-1]} decodes take {taken} bytes",
+                rule=f"at most the {planned} bytes that were planned for them",
+                change=f"pass --cuda-graphs {sizes[-1] // 2}, or 0 for none",
+                code="graphs_too_large",
+            )
+        )
+    return graphs
 
 
 def graph_findings(plans: Iterable[AttentionPlan]) -> list[Finding]:

@@ -15,6 +15,7 @@ from vitrail.cache.spec import LayerSpec
 from vitrail.config.finding import Finding
 from vitrail.config.model import DType, ModelConfig
 from vitrail.layers.context import ForwardContext
+from vitrail.ops.vision.naive import Grids
 from vitrail.weights.mapping import WeightMap
 
 
@@ -66,12 +67,13 @@ class ImageModel(Model, Protocol):
     def encode_patches(
         self,
         patches: Float[Tensor, "N F"] | UInt8[Tensor, "N F"],
-        grids: Sequence[tuple[int, int]],
+        grids: Sequence[tuple[int, int]] | Grids,
         plans: PlanTable,
     ) -> Float[Tensor, "N C"]:
         """Features of packed attention sequences, one row a patch. `patches` are raw (uint8) or
         normalised (float) pixels [3, P, P] flattened; `grids` (height, width) in patches, one a
-        sequence."""
+        sequence. Of `Grids` that a captured graph will find changed only the number of sequences
+        and of patches may be built upon."""
         ...
 
     def project_images(

@@ -65,14 +65,15 @@ class MoonVit(nn.Module):
     def forward(
         self,
         patches_NF: Float[Tensor, "N F"] | UInt8[Tensor, "N F"],
-        grids: Sequence[tuple[int, int]],
+        grids: Sequence[tuple[int, int]] | Grids,
         plans: PlanTable,
     ) -> Float[Tensor, "N M"]:
         """Hidden states after the final norm, one row a patch, pictures concatenated in order.
         `patches_NF`: [C, P, P] flattened; uint8 samples, or floats already normalised. `grids`:
-        (height, width) of each picture in patches, row-major."""
+        (height, width) of each picture in patches, row-major; packed already where a graph is
+        captured."""
         device, config = patches_NF.device, self.config
-        packed, ops = Grids.of(grids, device), select_vision(device)
+        packed, ops = Grids.over(grids, device), select_vision(device)
         count = patches_NF.shape[0]
         assert packed.num_patches == count, f"{count} patches for {grids}"
         rotary = RotaryTable(*ops.rope_tables(packed, config.head_dim, config.rope_theta, device))

@@ -63,18 +63,21 @@ class Siglip(nn.Module):
         return ((siglip_site(self.config), Phase.ENCODE),)
 
     def forward(
-        self, patches_NF: Float[Tensor, "N F"] | UInt8[Tensor, "N F"], plans: PlanTable
+        self,
+        patches_NF: Float[Tensor, "N F"] | UInt8[Tensor, "N F"],
+        plans: PlanTable,
+        grids: Grids | None = None,
     ) -> Float[Tensor, "N M"]:
         """Features of packed whole tiles, one row a patch, row-major. `patches_NF`: [C, P, P]
-        flattened; uint8 samples, or floats already normalised."""
+        flattened; uint8 samples, or floats already normalised. `grids`: the tiles, where they are
+        packed already."""
         length = self.config.tile**2
         tiles, rest = divmod(patches_NF.shape[0], length)
         assert rest == 0, f"{patches_NF.shape[0]} patches are not whole tiles of {length}"
         device = patches_NF.device
         side = self.config.tile
-        meta = prepare_vision_attention_metadata(
-            Grids.of([(side, side)] * tiles, device), None, plans
-        )
+        packed = Grids.of([(side, side)] * tiles, device) if grids is None else grids
+        meta = prepare_vision_attention_metadata(packed, None, plans)
         x_NM = self._embed(patches_NF)
         x = Residual((x_NM.unflatten(0, (tiles, length)) + self.pos_embed).flatten(0, 1), None)
         for block in self.blocks:

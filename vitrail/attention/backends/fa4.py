@@ -344,7 +344,7 @@ def _attend(
         assert k.shape[0] == v.shape[0] == work.num_keys, f"{len(k)} keys of {work.num_keys}"
     out_THE = q_THD.new_empty((num_tokens, site.num_q_heads, site.head_dim_v))
     lse_HT = q_THD.new_empty((site.num_q_heads, num_tokens), dtype=torch.float32)
-    if not isinstance(meta, PagedMetadata) and meta.batch > 1:
+    if not isinstance(meta, PagedMetadata) and meta.batch > 1 and not meta.mended:
         _mend(plan, k, v)
     sink_H = None if sink_H is None else sink_H.float()
     for rows in work.blank:

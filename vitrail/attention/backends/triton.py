@@ -40,6 +40,7 @@ COMBINE_WARPS, COMBINE_VALUES = 4, 4096
 COMBINE_MANY_ROWS = 256
 # Of few rows, read at once: then a row of many splits is joined by as many programs as it has.
 COMBINE_MANY_SPLITS = 128
+JOIN_PROGRAMS = 1024  # more would queue for a GPU's SMs, where a graph has records to spare
 STRIDES = (
     "q_token",
     "q_head",
@@ -142,7 +143,8 @@ def join_launch(plan: AttentionPlan) -> Launch:
     splits = COMBINE_VALUES // channels
     if not fixed:
         splits = min(1 << (plan.max_splits - 1).bit_length(), splits)
-    types = {"out": f"*{TYPES[plan.shape.dtype]}", "records": "*i32", "live_rows": "i32"}
+    types = {"out": f"*{TYPES[plan.shape.dtype]}", "records": "*i32"}
+    types |= {"live_rows": "i32", "num_rows": "i32"}
     types |= dict.fromkeys(("lse", "part", "part_lse"), "*fp32")
     return Launch(
         kernel=combine,
@@ -313,13 +315,15 @@ def join(
     group = site.num_q_heads // site.num_kv_heads
     live_rows = min(plan.tile_m, meta.max_q_len * group)
     blocks = -(-site.head_dim_v // launch.constants["E_BLOCK"])
-    launch.kernel[(len(work.combines) * site.num_kv_heads * live_rows, blocks)](
+    num_rows = len(work.combines) * site.num_kv_heads * live_rows
+    launch.kernel[(min(num_rows, JOIN_PROGRAMS), blocks)](
         out_THE,
         lse_TH,
         part,
         part_lse,
         work.combines,
         live_rows,
+        num_rows,
         **launch.constants,
         **launch.options,
     )

@@ -42,6 +42,7 @@ from vitrail.models.reading import (
     sized,
 )
 from vitrail.models.rows import linear_rows, norm_rows
+from vitrail.ops.vision.naive import Grids
 from vitrail.vision.moonvit import CHANNELS, MoonVit
 from vitrail.vision.projector import MergeProjector
 from vitrail.weights.mapping import Alias, Copy, Flatten, Row, WeightMap
@@ -228,7 +229,7 @@ class KimiVL(nn.Module):
     def encode_patches(
         self,
         patches: Float[Tensor, "N F"] | UInt8[Tensor, "N F"],
-        grids: Sequence[tuple[int, int]],
+        grids: Sequence[tuple[int, int]] | Grids,
         plans: PlanTable,
     ) -> Float[Tensor, "N C"]:
         return self.tower(patches, grids, plans)

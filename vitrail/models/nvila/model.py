@@ -39,6 +39,7 @@ from vitrail.models.reading import (
     sized,
 )
 from vitrail.models.rows import linear_rows, norm_rows
+from vitrail.ops.vision.naive import Grids
 from vitrail.vision.moonvit import CHANNELS
 from vitrail.vision.siglip import Siglip
 from vitrail.vision.tiles import TileProjector
@@ -326,12 +327,14 @@ class Nvila(nn.Module):
     def encode_patches(
         self,
         patches: Float[Tensor, "N F"] | UInt8[Tensor, "N F"],
-        grids: Sequence[tuple[int, int]],
+        grids: Sequence[tuple[int, int]] | Grids,
         plans: PlanTable,
     ) -> Float[Tensor, "N C"]:
         side = self.tower.config.tile
-        assert set(grids) <= {(side, side)}, f"tiles of {set(grids)} patches, not {side} a side"
-        return self.tower(patches, plans)
+        packed = grids if isinstance(grids, Grids) else None
+        sizes = set(packed.sizes if packed else grids)
+        assert sizes <= {(side, side)}, f"tiles of {sizes} patches, not {side} a side"
+        return self.tower(patches, plans, packed)
 
     def project_images(
         self, features: Float[Tensor, "N C"], images: Sequence[ImageShape]

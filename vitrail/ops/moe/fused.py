@@ -9,6 +9,7 @@ import torch
 import triton.language as tl
 from jaxtyping import Float, Int
 from torch import Tensor
+from triton import KernelInterface
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from vitrail.config.hardware import Hardware
@@ -16,10 +17,9 @@ from vitrail.ops.moe import triton as kernels
 from vitrail.ops.moe.naive import Routing
 from vitrail.ops.moe.plan import (
     SORT_CHUNK,
+    SORT_PIECE,
     Choice,
-    ExpertsPlan,
     ExpertsShape,
-    Tile,
     direct,
     experts_plan,
     max_blocks,
@@ -27,6 +27,7 @@ from vitrail.ops.moe.plan import (
     router_tiles,
     sort_share,
 )
+from vitrail.ops.moe.tile import ExpertsPlan, Tile
 
 ROUTER_BK = 64
 WIDE = 1024  # channels that a program of `join` adds, where there are many tokens
@@ -74,8 +75,10 @@ def triton_route(
     assert router_VM.dtype == bias_V.dtype == torch.float32, (router_VM.dtype, bias_V.dtype)
     (tokens, hidden), num_experts = x_TM.shape, len(router_VM)
     made, device = router_tiles(tokens, hidden), x_TM.device
-    part = torch.empty((made.spans, tokens, num_experts), dtype=torch.float32, device=device)
-    kernels.score[(-(-tokens // made.bt), made.spans)](
+    part = torch.empty((made.parts, tokens, num_experts), dtype=torch.float32, device=device)
+    _run(
+        kernels.score,
+        (-(-tokens // made.bt), made.parts),
         part,
         x_TM,
         router_VM,
@@ -86,6 +89,7 @@ def triton_route(
         XP=max(64, power_of_2(num_experts)),
         BK=ROUTER_BK,
         SPAN=made.span,
+        WIDTH=made.width,
         MULTIPLY=tl.bfloat16 if x_TM.is_cuda else tl.float32,
         num_warps=4,
         num_stages=3,
@@ -94,7 +98,9 @@ def triton_route(
     top_k = choice.top_k + choice.num_shared
     ids_TK = torch.empty((tokens, top_k), dtype=torch.int32, device=device)
     weights_TK = torch.empty((tokens, top_k), dtype=torch.float32, device=device)
-    kernels.choose[(tokens,)](
+    _run(
+        kernels.choose,
+        (tokens,),
         ids_TK,
         weights_TK,
         part,
@@ -102,7 +108,7 @@ def triton_route(
         tokens,
         num_experts,
         choice.scaling,
-        SPANS=made.spans,
+        SPANS=made.parts,
         ROUTED=choice.top_k,
         SHARED=choice.num_shared,
         NORMALIZE=choice.normalize,
@@ -145,8 +151,10 @@ def place(expert_ids: Int[Tensor, "T K"], num_experts: int, plan: ExpertsPlan) -
     counts = torch.empty((shares, experts), dtype=torch.int32, device=device)
     fixed = {"SHARE": share, "XP": experts, "num_warps": 4, **_early(plan.early)}
     if counted:
-        kernels.count[(shares,)](counts, expert_ids, slots, num_experts, **fixed)
-    kernels.place[(shares,)](
+        _run(kernels.count, (shares,), counts, expert_ids, slots, num_experts, **fixed)
+    _run(
+        kernels.place,
+        (shares,),
         rows,
         owners,
         counts,
@@ -155,6 +163,7 @@ def place(expert_ids: Int[Tensor, "T K"], num_experts: int, plan: ExpertsPlan) -
         num_experts,
         blocks,
         shares,
+        PIECE=SORT_PIECE,
         CHUNK=SORT_CHUNK,
         BT=plan.bt,
         COUNTED=counted,
@@ -175,7 +184,9 @@ def run_up(
     rows = placed.blocks * plan.bt
     x = _gathered(x_TM, ids_TK, placed, plan) if up.sorted else x_TM
     act_RI = x_TM.new_empty((rows, inner))
-    kernels.up[_grid(up, placed.blocks, inner)](
+    _run(
+        kernels.up,
+        _grid(up, placed.blocks, inner),
         *_rows(x, up, plan),
         _boxes(gate_up_XFM, up),
         act_RI,
@@ -192,7 +203,9 @@ def _gathered(
 ) -> Float[Tensor, "R M"]:
     hidden, rows = x_TM.shape[1], placed.blocks * plan.bt
     x_RM = x_TM.new_empty((rows, hidden))
-    kernels.gather[(rows,)](
+    _run(
+        kernels.gather,
+        (rows,),
         x_RM,
         x_TM,
         placed.rows,
@@ -219,7 +232,9 @@ def run_down(
     experts, hidden, inner = down_XMI.shape
     down = plan.down
     part_SM = act_RI.new_empty((ids_TK.numel(), hidden))
-    kernels.down[_grid(down, placed.blocks, hidden)](
+    _run(
+        kernels.down,
+        _grid(down, placed.blocks, hidden),
         *_rows(act_RI, down, plan),
         _boxes(down_XMI, down),
         part_SM,
@@ -239,7 +254,9 @@ def join(
     (tokens, top_k), hidden = routing.expert_ids.shape, part_SM.shape[1]
     out_TM = part_SM.new_empty((tokens, hidden))
     width = min(power_of_2(hidden), WIDE if tokens > 64 else WIDE // 4)
-    kernels.join[(tokens, -(-hidden // width))](
+    _run(
+        kernels.join,
+        (tokens, -(-hidden // width)),
         out_TM,
         part_SM,
         routing.expert_ids,
@@ -253,6 +270,12 @@ def join(
         **_early(plan.early),
     )
     return out_TM
+
+
+def _run(
+    kernel: KernelInterface, grid: tuple[int, ...], *arguments: object, **options: object
+) -> None:
+    kernel[grid](*arguments, **options)
 
 
 def _grid(tile: Tile, blocks: int, channels: int) -> tuple[int]:

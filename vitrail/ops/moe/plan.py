@@ -7,50 +7,17 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from vitrail.config.hardware import Hardware
+from vitrail.ops.moe.table import MEASURED
+from vitrail.ops.moe.tile import ExpertsPlan, Tile
 
 # Row strides that descriptors, and torch's grouped product, take.
 ALIGN_BYTES = 16
 ITEM_BYTES = 2  # bf16
 # What a program needs of shared memory beside its stages.
 SPARE_BYTES = 2048
-# Slots that a program of the sort counts at once; above so many, a launch of its own counts.
-SORT_CHUNK, SORT_WHOLE = 1024, 4096
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Tile:
-    """One product's tiles: BN output channels (of gate and of up each), BK input channels a step.
-    `swap`: weights are the left operand, for few tokens. `sorted`: rows come in blocks, by
-    descriptor; else they are gathered. `programs`: 0, or how many share all tiles, in one loop
-    (`flat`) or two. `split`: warps of their own load (Hopper, with `sorted` and 4 warps, which
-    become 12). `halves`: blocks that are at most half full take half a tile. `ahead` (down, not
-    `sorted`): first weights are loaded before the rows are there."""
-
-    bn: int
-    bk: int
-    stages: int
-    warps: int
-    swap: bool = True
-    sorted: bool = False
-    programs: int = 0
-    flat: bool = False
-    split: bool = False
-    halves: bool = False
-    ahead: bool = False
-
-    def __post_init__(self) -> None:
-        assert not self.ahead or not (self.sorted or self.programs), self
-        assert not self.halves or not self.programs, self
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ExpertsPlan:
-    """`bt`: rows of a block. `early`: each launch may start while the one before it runs."""
-
-    bt: int
-    up: Tile
-    down: Tile
-    early: bool = True
+# Slots that a program of the sort places and counts at once; above so many, a launch of its own
+# counts.
+SORT_PIECE, SORT_CHUNK, SORT_WHOLE = 128, 1024, 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,38 +40,49 @@ class ExpertsShape(NamedTuple):
 
 
 class RouterTiles(NamedTuple):
-    """`bt` tokens a program, `spans` parts of the hidden channels of `span` each."""
+    """`bt` tokens a program; channels are summed by spans of `span`, of which `parts` programs take
+    `width` channels each: one span, or all."""
 
     bt: int
-    spans: int
     span: int
+    parts: int
+    width: int
 
 
 def experts_plan(tokens: int, shape: ExpertsShape, gpu: Hardware) -> ExpertsPlan:
-    """By the rows that an expert has on average: blocks that most experts fill at most once, the
-    weights on the left until there are enough rows for a tile of their own; as many stages as two
-    programs of an SM have room for."""
+    """What was measured to be quickest on this GPU for these channels, else the rule."""
+    for (name, hidden, inner), rows in MEASURED.items():
+        if name in gpu.name and (hidden, inner) == (shape.hidden, shape.inner):
+            return next(plan for most, plan in rows if most is None or tokens <= most)
+    return default_plan(tokens, shape, gpu)
+
+
+def default_plan(tokens: int, shape: ExpertsShape, gpu: Hardware) -> ExpertsPlan:
+    """One block for all while that costs little; then by the rows that an expert has on average,
+    so that most experts fill a block at most once; the weights on the left until there are enough
+    rows for a tile of their own; as many stages as there is room for, two programs on an SM."""
     rows = tokens * shape.top_k / shape.experts
-    bt = next((bt for bt in (16, 32, 64) if rows <= bt * 3 / 4), 128)
+    enough = tokens if tokens <= 32 else rows * 4 / 3
+    bt = next((bt for bt in (16, 32, 64) if enough <= bt), 128)
     swap = bt < 128
-    warps = 4 if swap else 8
-    bn = 64
-    early = gpu.cc >= 90
-    room = (gpu.smem_per_block_bytes if not swap else gpu.smem_per_sm_bytes // 2) - SPARE_BYTES
+    room = min(gpu.smem_per_block_bytes, gpu.smem_per_sm_bytes // 2) - SPARE_BYTES
 
     def tile(products: int) -> Tile:
-        stage = (products * bn + bt) * 64 * ITEM_BYTES
-        return Tile(bn=bn, bk=64, stages=max(2, min(6, room // stage)), warps=warps, swap=swap)
+        stage = (products * 64 + bt) * 64 * ITEM_BYTES
+        stages = max(2, min(4, room // stage))
+        return Tile(bn=64, bk=64, stages=stages, warps=4 if swap else 8, swap=swap)
 
-    return ExpertsPlan(bt=bt, up=tile(2), down=tile(1), early=early)
+    return ExpertsPlan(bt=bt, up=tile(2), down=tile(1), early=gpu.cc >= 90)
 
 
 def router_tiles(tokens: int, hidden: int) -> RouterTiles:
-    """As many spans of whole 64 channels as give about 256 programs, at most 16."""
-    bt = 16 if tokens <= 16 else 32 if tokens <= 1024 else 64
-    spans = max(1, min(16, power_of_2(256 * bt // max(tokens, bt))))
-    span = -(-hidden // (spans * 64)) * 64
-    return RouterTiles(bt, -(-hidden // span), span)
+    """Sixteen spans of whole 64 channels (fewer of few channels) whatever the batch, so that a
+    token's scores do not depend on it: apart for few tokens, in turn for many."""
+    span = -(-hidden // (16 * 64)) * 64
+    spans = -(-hidden // span)
+    if tokens <= 1024:
+        return RouterTiles(16 if tokens <= 16 else 32, span, spans, span)
+    return RouterTiles(16 if tokens <= 4096 else 32, span, 1, spans * span)
 
 
 def direct(tokens: int, slots: int, num_experts: int, plan: ExpertsPlan) -> int:
@@ -124,9 +102,8 @@ def max_blocks(slots: int, num_experts: int, bt: int) -> int:
 
 def sort_share(slots: int) -> tuple[int, bool]:
     """Slots that one program of the sort takes, and whether they are counted by a launch before."""
-    if slots <= SORT_WHOLE:
-        return 128, False
-    return (128 if slots <= 16384 else 256), True
+    pieces = 1 if slots <= 1 << 14 else 2 if slots <= 1 << 16 else 4
+    return pieces * SORT_PIECE, slots > SORT_WHOLE
 
 
 def power_of_2(n: int) -> int:

@@ -16,6 +16,9 @@ Choices outside [0, X) are nobody's: a row of padding costs nothing.
 Legend: T tokens, K choices a token, S = T * K slots, X experts, M hidden channels, I intermediate
 channels; weights are [X, 2I, M] and [X, M, INNER], viewed as [X * 2I, M] and [X * M, INNER]."""
 
+# pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false, reportArgumentType=false
+# pyright: reportAssignmentType=false
+
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
@@ -28,21 +31,23 @@ SIZES = ["tokens", "slots", "num_experts", "max_blocks", "shares"]
 def score(
     part, x, router, tokens, num_experts,
     M: tl.constexpr, BT: tl.constexpr, XP: tl.constexpr, BK: tl.constexpr, SPAN: tl.constexpr,
-    MULTIPLY: tl.constexpr, EARLY: tl.constexpr,
+    WIDTH: tl.constexpr, MULTIPLY: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """part[j, t, x] = router[x, span j] . x[t, span j], exact products summed in fp32: an fp32
-    weight is the sum of three bf16, x is bf16. Program (i, j): BT tokens, SPAN channels. MULTIPLY:
-    the products' operands' type, fp32 where there is no device."""
+    """part[j, t, x] = router[x] . x[t] over the WIDTH channels from j * WIDTH on: exact products
+    (an fp32 weight is the sum of three bf16, x is bf16), summed in fp32 over each SPAN, then over
+    spans in their order, so that how many are summed here changes nothing. Program (i, j): BT
+    tokens. MULTIPLY: the products' operands' type, fp32 where there is no device."""
     xs = tl.arange(0, XP)
     t = tl.program_id(0) * BT + tl.arange(0, BT)
-    k = tl.program_id(1) * SPAN + tl.arange(0, BK)
+    k = tl.program_id(1) * WIDTH + tl.arange(0, BK)
     w_at = router + xs[:, None] * M + k[None, :]
     x_at = x + t.to(tl.int64)[:, None] * M + k[None, :]
     acc = tl.zeros([XP, BT], tl.float32)
+    total = tl.zeros([XP, BT], tl.float32)
     if EARLY:
         gdc_wait()
         gdc_launch_dependents()
-    for k0 in range(0, SPAN, BK):
+    for k0 in range(0, WIDTH, BK):
         inside = (k0 + k < M)[None, :]
         w = tl.load(w_at + k0, mask=inside & (xs < num_experts)[:, None], other=0.0)
         x_KT = tl.load(x_at + k0, mask=inside & (t < tokens)[:, None], other=0.0).T.to(MULTIPLY)
@@ -53,8 +58,11 @@ def score(
         acc = tl.dot(low.to(MULTIPLY), x_KT, acc)
         acc = tl.dot(middle.to(MULTIPLY), x_KT, acc)
         acc = tl.dot(high.to(MULTIPLY), x_KT, acc)
+        if (k0 + BK) % SPAN == 0:
+            total += acc
+            acc = tl.zeros([XP, BT], tl.float32)
     at = part + ((tl.program_id(1) * tokens).to(tl.int64) + t)[:, None] * num_experts + xs[None, :]
-    tl.store(at, acc.T, mask=(t < tokens)[:, None] & (xs < num_experts)[None, :])
+    tl.store(at, total.T, mask=(t < tokens)[:, None] & (xs < num_experts)[None, :])
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -122,12 +130,12 @@ def count(
 @triton.jit(do_not_specialize=SIZES)
 def place(
     rows, blocks, counts, ids, slots, num_experts, max_blocks, shares,
-    SHARE: tl.constexpr, CHUNK: tl.constexpr, XP: tl.constexpr, BT: tl.constexpr,
-    COUNTED: tl.constexpr, EARLY: tl.constexpr,
+    SHARE: tl.constexpr, PIECE: tl.constexpr, CHUNK: tl.constexpr, XP: tl.constexpr,
+    BT: tl.constexpr, COUNTED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Program i puts its SHARE slots in their rows, in order; the first writes nobody in the rows
-    that experts' last blocks have left, the last who owns each block. COUNTED: `count` has run,
-    else each program counts all slots, CHUNK at once."""
+    """Program i puts its SHARE slots in their rows, PIECE at once, in order; the first writes
+    nobody in the rows that experts' last blocks have left, the last who owns each block. COUNTED:
+    `count` has run, else each program counts all slots, CHUNK at once."""
     if EARLY:
         gdc_wait()
         gdc_launch_dependents()
@@ -138,8 +146,9 @@ def place(
         totals = tl.zeros([32, XP], tl.int32)
         for first in range(0, shares, 32):
             i = first + tl.arange(0, 32)
-            at = counts + i[:, None] * XP + x[None, :]
-            some = tl.load(at, mask=(i < shares)[:, None], other=0)
+            some = tl.load(
+                counts + i[:, None] * XP + x[None, :], mask=(i < shares)[:, None], other=0
+            )
             totals += some
             befores += tl.where((i < share)[:, None], some, 0)
         before = tl.sum(befores, 0)
@@ -156,17 +165,19 @@ def place(
     room = (total + BT - 1) // BT * BT
     stop = tl.cumsum(room, 0)
     start = stop - room
-    slot = share * SHARE + tl.arange(0, SHARE)
-    expert = _expert(ids, slot, slots, num_experts, XP)
-    other_slot = share * SHARE + tl.arange(0, SHARE)
-    other = _expert(ids, other_slot, slots, num_experts, XP)
-    same = (other[None, :] == expert[:, None]) & (other_slot[None, :] < slot[:, None])
-    at = tl.gather(start + before, expert, 0) + tl.sum(same.to(tl.int32), 1)
-    tl.store(rows + at, slot, mask=(expert < num_experts) & (slot < slots))
+    lane = tl.arange(0, PIECE)
+    other_lane = tl.arange(0, PIECE)
+    for piece in range(share * SHARE, (share + 1) * SHARE, PIECE):
+        expert = _expert(ids, piece + lane, slots, num_experts, XP)
+        other = _expert(ids, piece + other_lane, slots, num_experts, XP)
+        same = (other[None, :] == expert[:, None]) & (other_lane[None, :] < lane[:, None])
+        at = tl.gather(start + before, expert, 0) + tl.sum(same.to(tl.int32), 1)
+        tl.store(rows + at, piece + lane, mask=expert < num_experts)
+        before += tl.histogram(expert, XP)
     if share == 0:
         for first in range(0, BT, 16):
-            at = (start + total + first)[:, None] + tl.arange(0, 16)[None, :]
-            tl.store(rows + at, tl.zeros([XP, 16], tl.int32) + slots, mask=at < stop[:, None])
+            left = (start + total + first)[:, None] + tl.arange(0, 16)[None, :]
+            tl.store(rows + left, tl.zeros([XP, 16], tl.int32) + slots, mask=left < stop[:, None])
     if share == shares - 1:
         num_blocks = tl.max(stop, 0) // BT
         for first in range(0, max_blocks, 128):

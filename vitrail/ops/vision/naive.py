@@ -14,27 +14,49 @@ from torch import Tensor
 
 from vitrail.ops.rope.naive import rope_table_2d, rotate
 
+# Whether `rotate_heads` makes rows safe that are not finite: see `VarlenMetadata.mended`.
+MENDS = False
+
 
 class Grids(NamedTuple):
-    """(height, width) in patches of packed sequences, row-major, one after another. On the device,
-    int32: `edges`, prefix sums of their patches, and `sides`. `num_patches` in all."""
+    """(height, width) in patches of packed sequences, row-major, one after another. `ints`: int32
+    on the device, [prefix sums of their patches | their sides]. `num_patches` in all."""
 
     sizes: tuple[tuple[int, int], ...]
-    edges: Int[Tensor, "G1"]
-    sides: Int[Tensor, "G 2"]
+    ints: Int[Tensor, "I"]
     num_patches: int
 
     @classmethod
     def of(cls, sizes: Sequence[tuple[int, int]], device: torch.device) -> "Grids":
         """In one copy, which the host does not wait for."""
-        edges = [0, *accumulate(height * width for height, width in sizes)]
-        ints, count = [*edges, *chain.from_iterable(sizes)], len(edges)
+        ints = grid_ints(sizes)
         if device.type == "cuda":
             host = torch.tensor(ints, dtype=torch.int32, pin_memory=True)
             flat = host.to(device, non_blocking=True)
         else:
             flat = torch.tensor(ints, dtype=torch.int32, device=device)
-        return cls(tuple(sizes), flat[:count], flat[count:].view(-1, 2), edges[-1])
+        return cls(tuple(sizes), flat, sum(height * width for height, width in sizes))
+
+    @classmethod
+    def over(cls, grids: "Sequence[tuple[int, int]] | Grids", device: torch.device) -> "Grids":
+        """`grids`, packed if they are not."""
+        return grids if isinstance(grids, Grids) else cls.of(grids, device)
+
+    @property
+    def edges(self) -> Int[Tensor, "G1"]:
+        """Prefix sums of the sequences' patches."""
+        return self.ints[: len(self.sizes) + 1]
+
+    @property
+    def sides(self) -> Int[Tensor, "G2"]:
+        """height, width, height, width, ..."""
+        return self.ints[len(self.sizes) + 1 :]
+
+
+def grid_ints(sizes: Sequence[tuple[int, int]]) -> list[int]:
+    """What `Grids.ints` holds."""
+    edges = accumulate((height * width for height, width in sizes), initial=0)
+    return [*edges, *chain.from_iterable(sizes)]
 
 
 def normalise(
@@ -88,7 +110,7 @@ def rotate_heads(
     interleaved: bool,
 ) -> tuple[Float[Tensor, "N Hq D"], Float[Tensor, "N Hk D"], Float[Tensor, "N Hv D"]]:
     """Queries, keys and values, of so many heads each: the first two turned (`rope.naive.rotate`).
-    May overwrite what it is given."""
+    May overwrite what it is given, and make rows safe that are not finite (`MENDS`)."""
     q_NHD, k_NHD, v_NHD = qkv_NHD.split(heads, dim=1)
     turned = [rotate(x_NHD, cos_NF, sin_NF, interleaved) for x_NHD in (q_NHD, k_NHD)]
     return turned[0], turned[1], v_NHD

@@ -6,6 +6,7 @@ sides of a learned table, G grids."""
 
 # A constant given to a jitted function is a constexpr inside it, which no type says.
 # pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
+# pyright: reportOperatorIssue=false
 
 import torch
 import torch.nn.functional as F
@@ -18,8 +19,10 @@ from vitrail.ops.vision.naive import Grids
 
 WIDE = 8  # channels of 16 bytes in half precision: rows of a product that start there are quicker
 SAMPLES = 1024  # of a program that normalises
-LANES = 128  # pairs, or pairs of angles, of a program at once
-ROWS = 8  # patches of a program that makes angles
+# What `rotate_heads` makes safe: see `VarlenMetadata.mended`.
+MENDS = True
+LANES = 128  # pairs of a program at once
+GRIDS = 16  # edges that a program looks at together
 
 
 def normalise(patches_NF: Tensor, dtype: torch.dtype) -> Tensor:
@@ -68,17 +71,18 @@ def add_positions(x_NM: Tensor, table_hwM: Tensor, grids: Grids) -> Tensor:
     assert all(t.is_contiguous() for t in (x_NM, table_hwM)), "rows are dense"
     assert x_NM.shape[0] == grids.num_patches, f"{x_NM.shape[0]} rows of {grids.num_patches}"
     height, width, channels = table_hwM.shape
-    longest = max((h * w for h, w in grids.sizes), default=0)
-    if longest:
-        positions_kernel[(longest, len(grids.sizes))](
+    if grids.num_patches:
+        positions_kernel[(grids.num_patches,)](
             x_NM,
             table_hwM,
             grids.edges,
             grids.sides,
+            len(grids.sizes),
             HEIGHT=height,
             WIDTH=width,
             CHANNELS=channels,
             BLOCK=triton.next_power_of_2(channels),
+            GRIDS=GRIDS,
             num_warps=4,
         )
     return x_NM
@@ -93,21 +97,36 @@ def cubic_weight(distance):
     return tl.where(d <= 1.0, near, far)
 
 
-@triton.jit(do_not_specialize_on_alignment=["edges", "sides"])
+@triton.jit
+def grid_of(patch, edges, count, GRIDS: tl.constexpr):
+    """Index of the last grid that begins at or before `patch`, GRIDS edges at a time. Empty grids
+    before it are passed over."""
+    found = -1
+    for first in range(0, count, GRIDS):
+        nth = first + tl.arange(0, GRIDS)
+        begins = tl.load(edges + nth, mask=nth < count, other=2147483647)
+        found += tl.sum((begins <= patch).to(tl.int32), 0)
+    return found
+
+
+@triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["edges", "sides"])
 def positions_kernel(
     x,
     table,
     edges,
     sides,
+    count,
     HEIGHT: tl.constexpr,
     WIDTH: tl.constexpr,
     CHANNELS: tl.constexpr,
     BLOCK: tl.constexpr,
+    GRIDS: tl.constexpr,
 ):
-    """A program: one patch of one grid, in place. The table is read at 4 x 4 places, clamped to its
-    border, rows inside."""
-    nth, grid = tl.program_id(0), tl.program_id(1)
-    start = tl.load(edges + grid)
+    """A program: one patch, in place. The table is read at 4 x 4 places, clamped to its border,
+    rows inside. A patch beyond all grids is left as it is."""
+    patch = tl.program_id(0)
+    grid = grid_of(patch, edges, count, GRIDS)
+    nth = patch - tl.load(edges + grid)
     rows, columns = tl.load(sides + 2 * grid), tl.load(sides + 2 * grid + 1)
     if nth < rows * columns:
         row, column = nth // columns, nth % columns
@@ -128,7 +147,7 @@ def positions_kernel(
                     tx - (j - 1.0)
                 )
             total += across * cubic_weight(ty - (i - 1.0))
-        cells = x + (start + nth).to(tl.int64) * CHANNELS + m
+        cells = x + patch.to(tl.int64) * CHANNELS + m
         before = tl.load(cells, mask=live, other=0.0).to(tl.float32)
         # the table's dtype rounds what it holds before it is added
         added = total.to(table.dtype.element_ty).to(tl.float32)
@@ -141,49 +160,51 @@ def rope_tables(
     assert dim % 4 == 0, f"{dim} channels have no pairs for rows and columns alike"
     cos_NF = torch.empty((grids.num_patches, dim // 2), dtype=torch.float32, device=device)
     sin_NF = torch.empty_like(cos_NF)
-    longest = max((h * w for h, w in grids.sizes), default=0)
-    if longest:
-        angles_kernel[(triton.cdiv(longest, ROWS), len(grids.sizes))](
+    if grids.num_patches:
+        angles_kernel[(grids.num_patches,)](
             cos_NF,
             sin_NF,
             grids.edges,
             grids.sides,
+            len(grids.sizes),
             THETA=theta,
             PAIRS=dim // 2,
             BLOCK=triton.next_power_of_2(dim // 2),
-            ROWS=ROWS,
+            GRIDS=GRIDS,
+            num_warps=1,
         )
     return cos_NF, sin_NF
 
 
-@triton.jit(do_not_specialize_on_alignment=["edges", "sides"])
+@triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["edges", "sides"])
 def angles_kernel(
     cos,
     sin,
     edges,
     sides,
+    count,
     THETA: tl.constexpr,
     PAIRS: tl.constexpr,
     BLOCK: tl.constexpr,
-    ROWS: tl.constexpr,
+    GRIDS: tl.constexpr,
 ):
-    """A program: ROWS patches of one grid. Pair 2i turns by column * THETA^(-2i / PAIRS), pair
-    2i + 1 by row * the same."""
-    grid = tl.program_id(1)
-    start = tl.load(edges + grid)
+    """A program: one patch. Pair 2i turns by column * THETA^(-2i / PAIRS), pair 2i + 1 by row * the
+    same. A patch beyond all grids turns by nothing."""
+    patch = tl.program_id(0)
+    grid = grid_of(patch, edges, count, GRIDS)
+    nth = patch - tl.load(edges + grid)
     rows, columns = tl.load(sides + 2 * grid), tl.load(sides + 2 * grid + 1)
-    nth = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    nth = tl.where(nth < rows * columns, nth, 0)
+    columns = tl.maximum(columns, 1)
+    row, column = nth // columns, nth % columns
     pair = tl.arange(0, BLOCK)
     # in double precision, for it is multiplied by up to 511
     power = (pair // 2).to(tl.float64) * (-2.0 / PAIRS)
     frequency = tl.exp2(power * tl.log2(tl.full([BLOCK], THETA, tl.float64))).to(tl.float32)
-    row, column = nth // columns, nth % columns
-    at = tl.where((pair % 2 == 0)[None, :], column[:, None], row[:, None]).to(tl.float32)
-    angle = at * frequency[None, :]
-    live = (nth < rows * columns)[:, None] & (pair < PAIRS)[None, :]
-    cells = (start + nth).to(tl.int64)[:, None] * PAIRS + pair[None, :]
-    tl.store(cos + cells, tl.cos(angle), mask=live)
-    tl.store(sin + cells, tl.sin(angle), mask=live)
+    angle = tl.where(pair % 2 == 0, column, row).to(tl.float32) * frequency
+    cells = patch.to(tl.int64) * PAIRS + pair
+    tl.store(cos + cells, tl.cos(angle), mask=pair < PAIRS)
+    tl.store(sin + cells, tl.sin(angle), mask=pair < PAIRS)
 
 
 def rotate_heads(
@@ -193,18 +214,26 @@ def rotate_heads(
     sin_NF: Tensor,
     interleaved: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """In place. A pair of neighbours in bfloat16 is read and written as one word."""
     rows, _, dim = qkv_NHD.shape
+    assert heads[1] == heads[2], heads
     assert qkv_NHD.stride()[1:] == (dim, 1), qkv_NHD.stride()
     assert all(t.is_contiguous() for t in (cos_NF, sin_NF)), "rows are dense"
+    packed = interleaved and qkv_NHD.dtype == torch.bfloat16
     if rows:
         rotate_kernel[(rows,)](
             qkv_NHD,
+            qkv_NHD.view(torch.int32) if packed else qkv_NHD,
             cos_NF,
             sin_NF,
             qkv_NHD.stride(0),
-            HEADS=heads[0] + heads[1],
+            Q_HEADS=heads[0],
+            KV_HEADS=heads[1],
+            HEADS_BLOCK=triton.next_power_of_2(heads[1]),
             PAIRS=dim // 2,
+            DIM_BLOCK=triton.next_power_of_2(dim),
             INTERLEAVED=interleaved,
+            PACKED=packed,
             LANES=LANES,
             num_warps=LANES // 32,
         )
@@ -215,29 +244,57 @@ def rotate_heads(
 @triton.jit
 def rotate_kernel(
     x,
+    words,
     cos,
     sin,
     row_stride,
-    HEADS: tl.constexpr,
+    Q_HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HEADS_BLOCK: tl.constexpr,
     PAIRS: tl.constexpr,
+    DIM_BLOCK: tl.constexpr,
     INTERLEAVED: tl.constexpr,
+    PACKED: tl.constexpr,
     LANES: tl.constexpr,
 ):
-    """A program: the heads of one patch, in place."""
+    """A program: one patch. `words`: x as pairs, where PACKED. Then its values are looked at: of a
+    head that has any which is not finite they become zeros, and its keys NaN."""
     row = tl.program_id(0).to(tl.int64)
-    for step in tl.static_range((HEADS * PAIRS + LANES - 1) // LANES):
+    row_x = x + row * row_stride
+    kind = x.dtype.element_ty
+    for step in tl.static_range(((Q_HEADS + KV_HEADS) * PAIRS + LANES - 1) // LANES):
         nth = step * LANES + tl.arange(0, LANES)
         head, pair = nth // PAIRS, nth % PAIRS
-        live = head < HEADS
-        first = head * 2 * PAIRS + (2 * pair if INTERLEAVED else pair)
-        second = first + (1 if INTERLEAVED else PAIRS)
-        a = tl.load(x + row * row_stride + first, mask=live, other=0.0).to(tl.float32)
-        b = tl.load(x + row * row_stride + second, mask=live, other=0.0).to(tl.float32)
+        live = head < Q_HEADS + KV_HEADS
         c = tl.load(cos + row * PAIRS + pair, mask=live, other=0.0)
         s = tl.load(sin + row * PAIRS + pair, mask=live, other=0.0)
-        kind = x.dtype.element_ty
-        tl.store(x + row * row_stride + first, (a * c - b * s).to(kind), mask=live)
-        tl.store(x + row * row_stride + second, (a * s + b * c).to(kind), mask=live)
+        if PACKED:
+            word = tl.load(words + row * (row_stride // 2) + nth, mask=live, other=0)
+            a = (word << 16).to(tl.float32, bitcast=True)
+            b = (word & -65536).to(tl.float32, bitcast=True)
+            first = (a * c - b * s).to(kind).to(tl.int16, bitcast=True).to(tl.int32)
+            second = (a * s + b * c).to(kind).to(tl.int16, bitcast=True).to(tl.int32)
+            word = (first & 65535) | (second << 16)
+            tl.store(words + row * (row_stride // 2) + nth, word, mask=live)
+        else:
+            at = row_x + head * 2 * PAIRS + (2 * pair if INTERLEAVED else pair)
+            other = at + (1 if INTERLEAVED else PAIRS)
+            a = tl.load(at, mask=live, other=0.0).to(tl.float32)
+            b = tl.load(other, mask=live, other=0.0).to(tl.float32)
+            tl.store(at, (a * c - b * s).to(kind), mask=live)
+            tl.store(other, (a * s + b * c).to(kind), mask=live)
+    head = tl.arange(0, HEADS_BLOCK)[:, None]
+    d = tl.arange(0, DIM_BLOCK)[None, :]
+    there = (head < KV_HEADS) & (d < 2 * PAIRS)
+    keys = row_x + (Q_HEADS + head) * 2 * PAIRS + d
+    values = keys + KV_HEADS * 2 * PAIRS
+    value = tl.load(values, mask=there, other=0.0).to(tl.float32)
+    # False of NaN as well.
+    faulty = tl.min((tl.abs(value) < float("inf")).to(tl.int32), 1)[:, None] == 0
+    nothing = tl.full([HEADS_BLOCK, DIM_BLOCK], float("nan"), tl.float32)
+    tl.debug_barrier()  # the turned keys are written
+    tl.store(values, tl.zeros_like(value).to(kind), mask=there & faulty)
+    tl.store(keys, nothing.to(kind), mask=there & faulty)
 
 
 def layer_norm(x_NM: Tensor, weight_M: Tensor, bias_M: Tensor, eps: float) -> Tensor:
