@@ -60,7 +60,10 @@ def paged_queries(row_TX: Tensor, turns: Turns, sizes: GqaSizes, into: PagedSlot
     return q_THD
 
 
-@triton.jit(do_not_specialize=["page_size", "k_unscale", "v_unscale"])
+@triton.jit(
+    do_not_specialize=["page_size", "k_unscale", "v_unscale"],
+    do_not_specialize_on_alignment=["slots"],
+)
 def queries_kernel(
     row,
     cos,

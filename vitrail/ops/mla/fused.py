@@ -16,7 +16,7 @@ MATRIX_ROWS = 16  # the fewest
 R_BLOCK = 64
 E_BLOCK = 16
 MAX_RANK = 512  # of rows that a program of `values` holds whole
-MAX_VALUE_TOKENS = 128  # beyond, the batched product of the library
+MAX_VALUE_TOKENS = 512  # beyond, the batched product of the library
 
 
 class Tile(NamedTuple):
@@ -27,10 +27,11 @@ class Tile(NamedTuple):
 
 
 def tile(tokens: int, most: int = 64) -> Tile:
-    """Of a batch."""
-    if tokens <= MAX_UNROLLED:
-        return Tile(tokens, False)
-    return Tile(min(max(triton.next_power_of_2(tokens), MATRIX_ROWS), most), True)
+    """Of a batch: few kinds, so that few kernels are compiled."""
+    held = triton.next_power_of_2(tokens)
+    if held <= MAX_UNROLLED:
+        return Tile(held, False)
+    return Tile(min(max(held, MATRIX_ROWS), most), True)
 
 
 def expanded_queries(
@@ -99,7 +100,6 @@ def absorbed_queries(
         H=sizes.heads,
         N=sizes.nope,
         TILE_T=shape.tokens,
-        T_BLOCK=triton.next_power_of_2(shape.tokens),
         N_BLOCK=max(triton.next_power_of_2(sizes.nope), MATRIX_ROWS),
         R_BLOCK=R_BLOCK,
         DOT=shape.dot,

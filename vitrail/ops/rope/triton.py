@@ -49,7 +49,7 @@ def _turning(dim: int, theta: float, scaling: RopeScaling | None, device: torch.
     return turning(dim, theta, scaling, device)
 
 
-@triton.jit(do_not_specialize=["tokens", "length"])
+@triton.jit(do_not_specialize=["tokens", "length"], do_not_specialize_on_alignment=["positions"])
 def table_kernel(
     positions,
     frequencies,
