@@ -8,7 +8,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from vitrail.ops.gqa.naive import GqaSizes, PagedSlots
-from vitrail.ops.launch import launch
+from vitrail.ops.launch import launch_early
 from vitrail.ops.rope.naive import Turns
 from vitrail.ops.rope.triton import stored, turn
 
@@ -32,7 +32,7 @@ def paged_queries(row_TX: Tensor, turns: Turns, sizes: GqaSizes, into: PagedSlot
         return q_THD
     block = min(triton.next_power_of_2(max(sizes.heads, sizes.kv_heads)), MAX_HEADS)
     parts = triton.cdiv(sizes.heads, block) + 2 * triton.cdiv(sizes.kv_heads, block)
-    launch(
+    launch_early(
         queries_kernel,
         (tokens, parts),
         row_TX.device,

@@ -5,7 +5,7 @@ Legend: T tokens, K input channels, O output channels."""
 import torch
 from torch import Tensor
 
-from vitrail.ops.launch import launch, may_start_early
+from vitrail.ops.launch import launch_early, may_start_early
 from vitrail.ops.linear.table import Way, way
 from vitrail.ops.linear.triton import rows_kernel
 from vitrail.ops.norm.triton import add_rms_norm, rms_norm
@@ -47,7 +47,7 @@ def product(chosen: Way, x_TK: Tensor, weight_OK: Tensor, dtype: torch.dtype) ->
     """x weight^T in `dtype`, the way that was chosen."""
     tokens, (outputs, channels) = len(x_TK), _check(x_TK, weight_OK)
     out_TO = torch.empty((tokens, outputs), dtype=dtype, device=x_TK.device)
-    launch(
+    launch_early(
         rows_kernel,
         (-(-outputs // chosen.outputs),),
         x_TK.device,
@@ -89,7 +89,7 @@ def norm_product(
     assert add.shape == x_TK.shape, f"{tuple(add.shape)} to {tuple(x_TK.shape)}"
     assert add.stride(1) == 1, add.stride()
     total_TK = x_TK if residual_TK is None else x_TK.new_empty((tokens, channels))
-    launch(
+    launch_early(
         rows_kernel,
         (-(-outputs // chosen.outputs),),
         x_TK.device,

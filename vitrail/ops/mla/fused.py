@@ -6,7 +6,7 @@ import torch
 import triton
 from torch import Tensor
 
-from vitrail.ops.launch import launch
+from vitrail.ops.launch import launch_early
 from vitrail.ops.mla.naive import LatentNorm, LatentSlots, MlaSizes
 from vitrail.ops.mla.triton import absorbed_kernel, expanded_kernel, keys_kernel, values_kernel
 from vitrail.ops.rope.naive import Turns
@@ -43,7 +43,7 @@ def expanded_queries(
     q_THD = row_TX[:, : sizes.heads * sizes.head].view(tokens, sizes.heads, sizes.head)
     if not tokens:
         return q_THD
-    launch(
+    launch_early(
         expanded_kernel,
         (tokens,),
         row_TX.device,
@@ -81,7 +81,7 @@ def absorbed_queries(
         return q_THC
     shape = tile(tokens)
     products = -(-tokens // shape.tokens) * sizes.heads * -(-sizes.rank // R_BLOCK)
-    launch(
+    launch_early(
         absorbed_kernel,
         (products + tokens,),
         row_TX.device,
@@ -125,7 +125,7 @@ def values(out_THR: Tensor, v_b_HER: Tensor) -> Tensor:
         return out
     shape = tile(tokens, most=32)
     blocks = -(-width // E_BLOCK)
-    launch(
+    launch_early(
         values_kernel,
         (-(-tokens // shape.tokens) * heads * blocks,),
         out_THR.device,
@@ -155,7 +155,7 @@ def expanded_keys(row_TC: Tensor, kv_b: Tensor, sizes: MlaSizes) -> tuple[Tensor
     kv_THX = kv_TX.view(tokens, sizes.heads, sizes.nope + sizes.value)
     k_THD = row_TC.new_empty((tokens, sizes.heads, sizes.head))
     if tokens:
-        launch(
+        launch_early(
             keys_kernel,
             (tokens,),
             kv_TX.device,
