@@ -407,6 +407,12 @@ def _assemble(
         device=device,
         sites=sites,
     )
+    sampler = Sampler(
+        config.max_running,
+        vocab_size,
+        [] if image_id is None or image_id >= vocab_size else [image_id],
+        device,
+    )
     parts = RunnerParts(
         model=model,
         pool=pool,
@@ -415,12 +421,7 @@ def _assemble(
             model, model_config.vision, image_plans, encoder_pool, device, encode_graphs
         ),
         builder=builder,
-        sampler=Sampler(
-            config.max_running,
-            vocab_size,
-            [] if image_id is None or image_id >= vocab_size else [image_id],
-            device,
-        ),
+        sampler=sampler,
         plans=plans,
         door=door,
         graphs=capture_graphs(
@@ -429,6 +430,7 @@ def _assemble(
                 pool=pool,
                 plans=plans,
                 builder=builder,
+                sampler=sampler,
                 scratch_page=sizes.cache.num_pages,
                 max_len=sizes.max_model_len,
             ),

@@ -1,5 +1,6 @@
-"""Decode steps as CUDA graphs, one a batch size of a ladder: from the last tokens to hidden states.
-Owns the graphs and the memory at fixed addresses that they read.
+"""Decode steps as CUDA graphs, two a batch size of a ladder: from the last tokens to hidden states,
+and from there to the likeliest tokens, for batches that ask for nothing else. Owns the graphs and
+the memory at fixed addresses that they read.
 
 A step packs its rows at the head of its parcel, which lands in `inputs`; kernels and addresses
 stay, numbers change. The attention's plan is that of the longest context, whatever the rows'
@@ -17,14 +18,14 @@ Legend: B rows of a graph, M hidden channels."""
 
 import logging
 from bisect import bisect_left
-from collections.abc import Generator, Iterable, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.cuda import CUDAGraph
 
 from vitrail.attention.metadata import PagedMetadata, Work
 from vitrail.attention.plan import AttentionPlan, PlanTable
@@ -35,6 +36,7 @@ from vitrail.config.engine import EngineConfig
 from vitrail.config.finding import Finding, Refused
 from vitrail.engine.batch import BatchBuilder, Rows
 from vitrail.engine.parcel import Door, Parcel, Received
+from vitrail.engine.sampler import Sampler
 from vitrail.engine.step import StepPlan
 from vitrail.layers.context import ForwardContext
 from vitrail.models.interface import Model
@@ -61,6 +63,7 @@ class GraphParts:
     pool: KvPool
     plans: PlanTable
     builder: BatchBuilder
+    sampler: Sampler
     scratch_page: int
     max_len: int
 
@@ -68,6 +71,7 @@ class GraphParts:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Tickets:
     slots: int
+    kept_slots: int
     positions: int
     cache_slots: int
     kv_lens: int
@@ -76,17 +80,53 @@ class _Tickets:
     work: tuple[tuple[int, int], ...]
 
 
+class Graph(Protocol):
+    """What was recorded."""
+
+    def replay(self) -> None: ...
+
+
+# Runs what it is given, records it, and returns the graph with what a replay overwrites.
+Record = Callable[[Callable[[], Tensor]], tuple[Graph, Tensor]]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Captured:
-    """`hidden`: [B, M], `slots`: int64 [B], both overwritten by the next replay."""
+    """`hidden`: [B, M], `tokens`: int64 [B], `slots`: int64 [B], overwritten by the next replay."""
 
-    graph: CUDAGraph
+    forward: Graph
     hidden: Tensor
+    greedy: Graph
+    tokens: Tensor
     slots: Tensor
 
 
+class Recorder:
+    """Captures CUDA graphs that share one pool of memory, on a stream of their own."""
+
+    def __init__(self, device: torch.device):
+        self._device, self._stream = device, torch.cuda.Stream(device)
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def __call__(self, run: Callable[[], Tensor]) -> tuple[Graph, Tensor]:
+        run()  # whatever is made at a first call
+        torch.cuda.synchronize(self._device)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.stream(self._stream):
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                made = run()
+            except Exception:
+                with suppress(RuntimeError):  # it failed; so does ending it
+                    graph.capture_end()
+                raise
+            graph.capture_end()
+        torch.cuda.synchronize(self._device)
+        return graph, made
+
+
 class DecodeGraphs:
-    """`pack`, then send the parcel to `inputs`, then `replay`."""
+    """`pack`, then send the parcel to `inputs`, then replay."""
 
     def __init__(self, parts: GraphParts, sizes: Iterable[int], door: Door):
         self._p = parts
@@ -104,27 +144,28 @@ class DecodeGraphs:
         return not plan.prefills and len(plan.decodes) <= self._sizes[-1]
 
     @torch.inference_mode()
-    def capture(self, door: Door) -> None:
-        """All sizes, the largest first, in one pool of memory. Raises `Refused`, naming the size
-        that failed."""
-        pool, stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(door.device)
+    def capture(self, door: Door, record: Record) -> None:
+        """All sizes, the largest first. Raises `Refused`, naming the size that failed."""
         for size in reversed(self._sizes):
             sent = door.parcel()
             tickets = self._pack(self._nothing(size), size, sent)
             got = sent.send(self.inputs)
             try:
-                self._forward(got, tickets, size)  # whatever is made at a first call
-                torch.cuda.synchronize(door.device)
-                graph = CUDAGraph()
-                with torch.cuda.stream(stream):
-                    graph.capture_begin(pool=pool, capture_error_mode="thread_local")
-                    with _ended(graph):
-                        hidden = self._forward(got, tickets, size)
+                self._captured[size] = self._capture(got, tickets, size, record)
             except Exception as error:
                 raise Refused(_failed(size, error)) from error
-            slots = got(tickets.slots)
-            self._captured[size] = _Captured(graph=graph, hidden=hidden, slots=slots)
-        torch.cuda.synchronize(door.device)
+
+    def _capture(self, got: Received, tickets: _Tickets, size: int, record: Record) -> _Captured:
+        forward, hidden = record(lambda: self._forward(got, tickets, size))
+        kept = got(tickets.kept_slots)
+        greedy, tokens = record(lambda: self._greedy(hidden, kept))
+        return _Captured(
+            forward=forward,
+            hidden=hidden,
+            greedy=greedy,
+            tokens=tokens,
+            slots=got(tickets.slots),
+        )
 
     def pack(self, plan: StepPlan, sent: Parcel) -> np.ndarray:
         """Lay out a plan of decodes alone at the head of `sent`: the slots of its rows."""
@@ -138,7 +179,10 @@ class DecodeGraphs:
         at[count:] = rows.starts.argmin()
         padded_slots = cache_slots[at]
         padded_slots[count:] = self._scratch + at[count:] % builder.page_size
-        head = _Head(rows.slots[at], rows.starts[at], padded_slots, places, pages)
+        slots = rows.slots[at]
+        kept_slots = slots.copy()
+        kept_slots[count:] = builder.max_running
+        head = _Head(slots, kept_slots, rows.starts[at], padded_slots, places, pages)
         self._pack(head, size, sent)
         return rows.slots
 
@@ -146,8 +190,16 @@ class DecodeGraphs:
         """Hidden states [count, M] of the rows packed last, and their slots, int64: both until the
         next replay."""
         captured = self._captured[self._size(count)]
-        captured.graph.replay()
+        captured.forward.replay()
         return captured.hidden[:count], captured.slots[:count]
+
+    def replay_greedy(self, count: int) -> Tensor:
+        """The likeliest tokens of the rows packed last, as `Sampler.greedy` gives them, int64
+        [count] until the next replay; they are the rows' last tokens now."""
+        captured = self._captured[self._size(count)]
+        captured.forward.replay()
+        captured.greedy.replay()
+        return captured.tokens[:count]
 
     def _size(self, count: int) -> int:
         return self._sizes[bisect_left(self._sizes, count)]
@@ -157,7 +209,8 @@ class DecodeGraphs:
         nobody = np.full(size, self._p.builder.max_running)
         none = np.zeros(0, dtype=np.int64)
         slots = self._scratch + np.arange(size) % self._p.builder.page_size
-        return _Head(nobody, np.zeros_like(nobody), slots, none, none.astype(np.int32))
+        starts = np.zeros_like(nobody)
+        return _Head(nobody, nobody, starts, slots, none, none.astype(np.int32))
 
     def _pack(self, head: "_Head", size: int, sent: Parcel) -> _Tickets:
         builder, kv_lens = self._p.builder, head.starts + 1
@@ -167,6 +220,7 @@ class DecodeGraphs:
         places[: len(head.places)], pages[: len(head.pages)] = head.places, head.pages
         return _Tickets(
             slots=sent.add(head.slots),
+            kept_slots=sent.add(head.kept_slots),
             positions=sent.add(head.starts),
             cache_slots=sent.add(head.cache_slots),
             kv_lens=sent.add(kv_lens.astype(np.int32)),
@@ -214,24 +268,20 @@ class DecodeGraphs:
         hidden = p.model.embed(builder.last_tokens.index_select(0, slots))
         return p.model.forward(hidden, context)
 
-
-@contextmanager
-def _ended(graph: CUDAGraph) -> Generator[None]:
-    """The capture ends with the block, also where that raises, so that the stream is as it was."""
-    try:
-        yield
-    except Exception:
-        with suppress(RuntimeError):  # it failed; so does ending it
-            graph.capture_end()
-        raise
-    graph.capture_end()
+    def _greedy(self, hidden: Tensor, kept_slots: Tensor) -> Tensor:
+        p = self._p
+        tokens = p.sampler.greedy(p.model.logits(hidden))
+        p.builder.last_tokens.index_copy_(0, kept_slots, tokens.clamp(min=0))
+        return tokens
 
 
 @dataclass(frozen=True, slots=True)
 class _Head:
-    """Rows of a graph by column, int64, and new pages with their places in the table."""
+    """Rows of a graph by column, int64, and new pages with their places in the table.
+    `kept_slots`: where their tokens go, for padded ones the row that is nobody's."""
 
     slots: np.ndarray
+    kept_slots: np.ndarray
     starts: np.ndarray
     cache_slots: np.ndarray
     places: np.ndarray
@@ -266,7 +316,7 @@ def capture_graphs(parts: GraphParts, config: EngineConfig, door: Door) -> Decod
     torch.cuda.empty_cache()
     before = torch.cuda.mem_get_info(door.device)[0]
     graphs = DecodeGraphs(parts, sizes, door)
-    graphs.capture(door)
+    graphs.capture(door, Recorder(door.device))
     torch.cuda.empty_cache()
     taken, planned = before - torch.cuda.mem_get_info(door.device)[0], graph_bytes(sizes)
     log.info("%d decode graphs: %d MiB of %d planned", len(sizes), taken >> 20, planned >> 20)

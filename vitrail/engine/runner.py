@@ -104,6 +104,9 @@ class Runner:
         slots = graphs.pack(plan, sent)
         asked = p.sampler.ask(slots, inputs.draws, inputs.output_index, sent)
         got = sent.send(graphs.inputs)
+        if asked.greedy:
+            return Fetched.begin(Sampled(graphs.replay_greedy(len(slots)), None))
+        p.sampler.settle(asked, got)
         hidden, slots_S = graphs.replay(len(slots))
         sampled = p.sampler.sample(p.model.logits(hidden), asked, got)
         return self._keep(sampled, slots_S)
@@ -178,9 +181,9 @@ class Fetched:
 
     @classmethod
     def begin(cls, sampled: Sampled) -> "Fetched":
-        """Start the copies; on a CPU there are none."""
+        """Start the copies, before anything that overwrites what is copied."""
         if sampled.token_ids.device.type == "cpu":
-            return cls(sampled, None)
+            return cls(Sampled(sampled.token_ids.clone(), sampled.logprobs), None)
         found = sampled.logprobs
         if found is not None:
             copies = (_to_host(t) for t in (found.own, found.top_ids, found.top_logprobs))

@@ -86,6 +86,18 @@ class Asked:
     rows: list[int]
     tops: list[int]
 
+    @property
+    def greedy(self) -> bool:
+        """Nothing but each row's likeliest token."""
+        return (
+            self.settled is None
+            and self.penalised is None
+            and self.biases is None
+            and self.plain is None
+            and self.filtered is None
+            and self.logprobs is None
+        )
+
 
 class Sampler:
     """State a slot: its parameters (host), and for rows with penalties, token counts (device)."""
@@ -197,6 +209,11 @@ class Sampler:
         """Rows that entered the penalty tables with this step; before anything is sampled."""
         if asked.settled is not None:
             self._penalties.settle(*(got(ticket) for ticket in asked.settled))
+
+    def greedy(self, logits_SV: Float[Tensor, "S V"]) -> Int[Tensor, "S"]:
+        """What `sample` gives rows that ask for nothing else. Needs no numbers of the step."""
+        tokens_S, finite_S = self._ops.best_tokens(logits_SV, self._never_V)
+        return torch.where(finite_S, tokens_S, -1)
 
     def sample(self, logits_SV: Float[Tensor, "S V"], asked: Asked, got: Received) -> Sampled:
         """One token a row, as `asked` when the rows were settled."""
