@@ -83,7 +83,7 @@ def graphed(llm: LLM, sizes: list[int]) -> tuple[Recorded, KvPool]:
             max_len=112,
         ),
         sizes,
-        parts.door,
+        torch.device("cpu"),
     )
     recorded = Recorded()
     graphs.capture(parts.door, recorded)

@@ -149,6 +149,36 @@ def decode_records(plan: AttentionPlan, kv_lens: Ints, kv_bases: Ints) -> Record
     return Records(items, combines, int(pieces[rows].sum()))
 
 
+class DecodeRecords:
+    """The records of a decode in arrays of fixed size, zeros behind them, as step follows step:
+    where no sequence began another page since, lengths alone are written over. What is written is
+    `decode_records` of block table rows in order, the items maybe in another order."""
+
+    def __init__(self, plan: AttentionPlan, items: NDArray[np.int32], combines: NDArray[np.int32]):
+        self._plan, self._items, self._combines = plan, items, combines
+        self._page = plan.shape.page_size or 1
+        self._pages = np.zeros(0, np.int64)
+        self._last = np.zeros(0, np.int64)  # items that end with their sequence
+        self._used = (0, 0)
+
+    def update(self, kv_lens: Ints) -> None:
+        """Keys of each sequence now."""
+        pages = -(-kv_lens // self._page)
+        if self._plan.shape.site.window is None and np.array_equal(pages, self._pages):
+            used = self._items[: self._used[0]]
+            used[:, 3] = kv_lens[used[:, 0]] - 1
+            used[self._last, 6] = kv_lens[used[self._last, 0]]
+            return
+        self._pages = pages
+        made = decode_records(self._plan, kv_lens, np.arange(len(kv_lens)))
+        arrays = (self._items, self._combines)
+        for into, new, before in zip(arrays, made[:2], self._used, strict=True):
+            into[: len(new)] = new
+            into[len(new) : before] = 0
+        self._used = (len(made.items), len(made.combines))
+        self._last = np.flatnonzero(made.items[:, 6] == kv_lens[made.items[:, 0]])
+
+
 def room(plan: AttentionPlan, batch: int) -> tuple[int, int]:
     """The most items and combines of `batch` sequences of one query, whatever their lengths."""
     group = plan.shape.site.num_q_heads // plan.shape.site.num_kv_heads

@@ -24,6 +24,11 @@ DTYPES = {
 }
 
 
+def aligned(size: int) -> int:
+    """Bytes from one part to the next."""
+    return -(-size // ALIGN_BYTES) * ALIGN_BYTES
+
+
 @dataclass(slots=True)
 class _Buffer:
     """Host memory that may be written once `copied` has happened."""
@@ -77,7 +82,8 @@ class Door:
 
 
 class Parcel:
-    """Arrays on their way. Equal shapes added in equal order lie at equal offsets."""
+    """Arrays on their way. Equal shapes added in equal order lie at equal offsets; bytes (uint8)
+    are somebody's own layout."""
 
     def __init__(self, door: Door):
         self._door = door
@@ -86,9 +92,9 @@ class Parcel:
 
     def add(self, array: np.ndarray) -> int:
         """The ticket with which the array is fetched after `send`."""
-        assert array.dtype in DTYPES, array.dtype
+        assert array.dtype in DTYPES or array.dtype == np.uint8, array.dtype
         self._parts.append((self._size, np.ascontiguousarray(array)))
-        self._size += -(-array.nbytes // ALIGN_BYTES) * ALIGN_BYTES
+        self._size += aligned(array.nbytes)
         return len(self._parts) - 1
 
     @property

@@ -22,7 +22,7 @@ from vitrail.engine.encode import ImageEncoder
 from vitrail.engine.graphs import DecodeGraphs
 from vitrail.engine.parcel import Door
 from vitrail.engine.request import TokenLogprob
-from vitrail.engine.sampler import Logprobs, Sampled, Sampler, row_logprobs
+from vitrail.engine.sampler import NOTHING, Logprobs, Sampled, Sampler, row_logprobs
 from vitrail.engine.step import (
     ImageSlice,
     PromptRows,
@@ -104,7 +104,7 @@ class Runner:
         slots = graphs.pack(plan, sent)
         asked = p.sampler.ask(slots, inputs.draws, inputs.output_index, sent)
         got = sent.send(graphs.inputs)
-        if asked.greedy:
+        if asked is NOTHING:
             return Fetched.begin(Sampled(graphs.replay_greedy(len(slots)), None))
         p.sampler.settle(asked, got)
         hidden, slots_S = graphs.replay(len(slots))

@@ -28,6 +28,7 @@ from vitrail.ops.dispatch import select_sampling
 from vitrail.ops.sampling.naive import Filters
 
 GREEDY, PLAIN, FILTERED = range(3)
+UNKNOWN, LIKELIEST, MORE = range(3)
 
 
 class Logprobs(NamedTuple):
@@ -86,17 +87,18 @@ class Asked:
     rows: list[int]
     tops: list[int]
 
-    @property
-    def greedy(self) -> bool:
-        """Nothing but each row's likeliest token."""
-        return (
-            self.settled is None
-            and self.penalised is None
-            and self.biases is None
-            and self.plain is None
-            and self.filtered is None
-            and self.logprobs is None
-        )
+
+# Each row's likeliest token, and nothing else.
+NOTHING = Asked(
+    settled=None,
+    penalised=None,
+    biases=None,
+    plain=None,
+    filtered=None,
+    logprobs=None,
+    rows=[],
+    tops=[],
+)
 
 
 class Sampler:
@@ -110,7 +112,8 @@ class Sampler:
         mask[list(never_sampled)] = -torch.inf
         self._never_V = mask.to(device)
         self._vocab, self._ops = vocab_size, select_sampling(device)
-        self._kind = np.full(max_running, -1, dtype=np.int8)
+        self._wants = np.full(max_running, UNKNOWN, dtype=np.int8)
+        self._kind = np.zeros(max_running, dtype=np.int8)
         # temperature, top_k (V: all), top_p, min_p
         self._columns = np.ones((4, max_running))
         self._factors = np.zeros((3, max_running), dtype=np.float32)
@@ -149,14 +152,20 @@ class Sampler:
                 sorted(s.stop_token_ids),
             )
             self._tops[slot] = -1 if p.logprobs is None else p.logprobs
+            plain = factors == (1, 0, 0) and not p.logit_bias and not p.min_tokens
+            greedy = plain and p.temperature == 0 and p.logprobs is None
+            self._wants[slot] = LIKELIEST if greedy else MORE
 
     def ask(
         self, slots: np.ndarray, draws: np.ndarray, output_index: np.ndarray, sent: Parcel
     ) -> Asked:
         """Pack what the rows of `slots` want. `draws` float64 [S]; `output_index` int64 [S], tokens
         sampled before."""
+        wants = self._wants[slots]
+        assert wants.all(), f"a slot of {slots} was never set up"
+        if not (wants > LIKELIEST).any() and not self._penalties.has_new:
+            return NOTHING
         kind = self._kind[slots]
-        assert not len(slots) or kind.min() >= 0, f"a slot of {slots} was never set up"
         logged = np.flatnonzero(self._tops[slots] >= 0)
         tables = self._penalty_row[slots]
         penalised = np.flatnonzero(tables >= 0)
@@ -297,6 +306,10 @@ class _PenaltyTable:
         row = self._free.pop()
         self._new.append((row, prompt, output))
         return row
+
+    @property
+    def has_new(self) -> bool:
+        return bool(self._new)
 
     def free(self, row: int) -> None:
         self._free.append(row)
