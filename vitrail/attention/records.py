@@ -26,6 +26,7 @@ CANDIDATES = 24
 START_TILES = 2
 TILE_SPLITS = 16
 COMBINE_SPLITS = 32
+NO_COMBINES = np.zeros((0, COMBINE_FIELDS), np.int32)
 
 
 class Lengths(NamedTuple):
@@ -112,7 +113,7 @@ def records_of(plan: AttentionPlan, lengths: Lengths) -> Records:
 def decode_records(plan: AttentionPlan, kv_lens: Ints, kv_bases: Ints) -> Records:
     """`make_records` of one query a sequence, the last of its keys, in a fraction of its time: what
     a step of decodes waits for."""
-    site, count = plan.shape.site, len(kv_lens)
+    site = plan.shape.site
     group = site.num_q_heads // site.num_kv_heads
     if group > plan.tile_m or not site.causal:
         return make_records(plan, np.ones_like(kv_lens), kv_lens, kv_lens - 1, kv_bases)
@@ -123,30 +124,42 @@ def decode_records(plan: AttentionPlan, kv_lens: Ints, kv_bases: Ints) -> Record
     first_page = lo // page
     pieces, size = cut(plan, -(-kv_lens // page) - first_page)
     split = pieces > 1
-    alone = not split.any()
-    block, nth = (np.arange(count), np.zeros_like(kv_lens)) if alone else _repeated(pieces)
-    begin = first_page * page if alone else (first_page[block] + nth * size[block]) * page
-    items = np.empty((len(block), ITEM_FIELDS), np.int32)
-    low, high = np.maximum(begin, lo[block]), kv_lens[block]
-    if not alone:
-        high = np.minimum(begin + size[block] * page, high)
+    if not split.any():
+        return Records(_whole_items(kv_lens, kv_bases, lo, group, site.sink), NO_COMBINES, 0)
+    block, nth = _repeated(pieces)
+    begin = (first_page[block] + nth * size[block]) * page
+    low = np.maximum(begin, lo[block])
+    high = np.minimum(begin + size[block] * page, kv_lens[block])
     slot = np.where(split, np.cumsum(pieces * split) - pieces * split, -1)
     order = np.argsort(low - high, kind="stable")
     block, nth = block[order], nth[order]
+    items = np.zeros((len(block), ITEM_FIELDS), np.int32)
     items[:, 0] = block
-    items[:, 1] = 0
     items[:, 2] = group
     items[:, 3] = kv_lens[block] - 1
     items[:, 4] = kv_bases[block]
     items[:, 5] = low[order]
     items[:, 6] = high[order]
-    items[:, 7] = -1 if alone else np.where(split[block], slot[block] + nth, -1)
+    items[:, 7] = np.where(split[block], slot[block] + nth, -1)
     items[:, 8] = (nth == 0) & site.sink
     rows = np.flatnonzero(split)
     combines = np.zeros((len(rows), COMBINE_FIELDS), np.int32)
     combines[:, 0], combines[:, 2] = rows, group
     combines[:, 3], combines[:, 4] = slot[rows], pieces[rows]
     return Records(items, combines, int(pieces[rows].sum()))
+
+
+def _whole_items(
+    kv_lens: Ints, kv_bases: Ints, lo: Ints, group: int, sink: bool
+) -> NDArray[np.int32]:
+    """An item a sequence."""
+    order = np.argsort(lo - kv_lens, kind="stable")
+    items = np.zeros((len(order), ITEM_FIELDS), np.int32)
+    keys = kv_lens[order]
+    items[:, 0], items[:, 2], items[:, 3] = order, group, keys - 1
+    items[:, 4], items[:, 5], items[:, 6] = kv_bases[order], lo[order], keys
+    items[:, 7], items[:, 8] = -1, sink
+    return items
 
 
 class DecodeRecords:

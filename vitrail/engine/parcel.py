@@ -15,7 +15,7 @@ from torch import Tensor
 ALIGN_BYTES = 64
 # Buffers in turn: one that is filled, one on its way, one of the step before that.
 DEPTH = 3
-SMALLEST_BYTES = 1 << 16
+SMALLEST_BYTES = 1 << 20
 DTYPES = {
     np.dtype(np.int32): torch.int32,
     np.dtype(np.int64): torch.int64,
