@@ -84,7 +84,7 @@ class Runner:
             return Launched(plan, self._replay(p.graphs, plan, inputs), {}, failed)
         sent = p.door.parcel()
         packed = p.builder.pack(plan, inputs, p.plans, sent)
-        asked = p.sampler.ask(packed.slots, inputs.draws, inputs.output_index, sent)
+        asked = p.sampler.ask(packed.slots, lambda: inputs.draws, inputs.output_index, sent)
         got = sent.send()
         batch = p.builder.unpack(packed, got, p.plans, p.pool)
         hidden = p.model.embed(batch.token_ids)
@@ -102,7 +102,7 @@ class Runner:
         """A step of decodes alone."""
         p, sent = self._p, self._p.door.parcel()
         slots = graphs.pack(plan, sent)
-        asked = p.sampler.ask(slots, inputs.draws, inputs.output_index, sent)
+        asked = p.sampler.ask(slots, lambda: inputs.draws, inputs.output_index, sent)
         got = sent.send(graphs.inputs)
         if asked is NOTHING:
             return Fetched.begin(Sampled(graphs.replay_greedy(len(slots)), None))

@@ -12,7 +12,7 @@ Legend: S sampled rows, R rows that asked, P rows with penalties, V vocabulary."
 # pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false
 # pyright: reportUnknownVariableType=false
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -157,15 +157,20 @@ class Sampler:
             self._wants[slot] = LIKELIEST if greedy else MORE
 
     def ask(
-        self, slots: np.ndarray, draws: np.ndarray, output_index: np.ndarray, sent: Parcel
+        self,
+        slots: np.ndarray,
+        draws: Callable[[], np.ndarray],
+        output_index: np.ndarray,
+        sent: Parcel,
     ) -> Asked:
-        """Pack what the rows of `slots` want. `draws` float64 [S]; `output_index` int64 [S], tokens
-        sampled before."""
+        """Pack what the rows of `slots` want. `draws`: float64 [S], where a row draws;
+        `output_index` int64 [S], tokens sampled before."""
         wants = self._wants[slots]
         assert wants.all(), f"a slot of {slots} was never set up"
         if not (wants > LIKELIEST).any() and not self._penalties.has_new:
             return NOTHING
         kind = self._kind[slots]
+        u_S = draws() if kind.any() else np.zeros(0)
         logged = np.flatnonzero(self._tops[slots] >= 0)
         tables = self._penalty_row[slots]
         penalised = np.flatnonzero(tables >= 0)
@@ -179,21 +184,21 @@ class Sampler:
                 sent.add(self._factors[:, slots[penalised]]),
             ),
             biases=self._pack_biases(slots, output_index, sent),
-            plain=self._pack(kind == PLAIN, slots, draws, sent, 1),
-            filtered=self._pack(kind == FILTERED, slots, draws, sent, 4),
+            plain=self._pack(kind == PLAIN, slots, u_S, sent, 1),
+            filtered=self._pack(kind == FILTERED, slots, u_S, sent, 4),
             logprobs=sent.add(logged) if len(logged) else None,
             rows=logged.tolist(),
             tops=self._tops[slots[logged]].tolist(),
         )
 
     def _pack(
-        self, wanted: np.ndarray, slots: np.ndarray, draws: np.ndarray, sent: Parcel, columns: int
+        self, wanted: np.ndarray, slots: np.ndarray, u_S: np.ndarray, sent: Parcel, columns: int
     ) -> _Drawn | None:
         rows = np.flatnonzero(wanted)
         if not len(rows):
             return None
         of_rows = self._columns[:columns, slots[rows]]
-        return _Drawn(sent.add(rows), sent.add(np.concatenate([draws[rows][None], of_rows])))
+        return _Drawn(sent.add(rows), sent.add(np.concatenate([u_S[rows][None], of_rows])))
 
     def _pack_biases(
         self, slots: np.ndarray, output_index: np.ndarray, sent: Parcel
