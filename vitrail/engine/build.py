@@ -337,7 +337,7 @@ def _sizes(
             )
         )
     token_bytes = sum(s.bytes_per_token() for s in specs)
-    budget = config.kv_cache_bytes or _kv_bytes(config, device, encoder_peak)
+    budget = config.kv_cache_bytes or _kv_bytes(config, device, encoder_peak, model.text.vocab_size)
     # no more than every running request at full length can use
     pages_each = -(-wanted // config.page_size)
     budget = min(budget, config.max_running * pages_each * config.page_size * token_bytes)
@@ -357,12 +357,15 @@ def _sizes(
     return _Sizes(wanted, patches, cache)
 
 
-def _kv_bytes(config: EngineConfig, device: torch.device, encoder_peak: int) -> int:
+def _kv_bytes(
+    config: EngineConfig, device: torch.device, encoder_peak: int, vocab_size: int
+) -> int:
     if device.type == "cpu":
         return GIB
     free, total = torch.cuda.mem_get_info(device)
     kept = int(total * (1 - config.memory_fraction))
-    others = encoder_peak + config.encoder_cache_bytes + graph_bytes(graph_sizes(config, device))
+    graphs = graph_bytes(graph_sizes(config, device), vocab_size)
+    others = encoder_peak + config.encoder_cache_bytes + graphs
     return free - kept - others - WORKSPACE_BYTES
 
 

@@ -308,9 +308,12 @@ def graph_sizes(config: EngineConfig, device: torch.device) -> list[int]:
     return ladder(min(asked, config.max_running))
 
 
-def graph_bytes(sizes: Sequence[int]) -> int:
-    """Device memory that so many graphs may take."""
-    return len(sizes) * GRAPH_BYTES + WORKSPACE_BYTES if sizes else 0
+def graph_bytes(sizes: Sequence[int], vocab_size: int) -> int:
+    """Device memory that graphs of these sizes may take, the largest one's logits twice (they are
+    converted) among it."""
+    if not sizes:
+        return 0
+    return len(sizes) * GRAPH_BYTES + WORKSPACE_BYTES + 2 * 4 * sizes[-1] * vocab_size
 
 
 def capture_graphs(parts: GraphParts, config: EngineConfig, door: Door) -> DecodeGraphs | None:
@@ -330,7 +333,8 @@ def capture_graphs(parts: GraphParts, config: EngineConfig, door: Door) -> Decod
     graphs = DecodeGraphs(parts, sizes, door.device)
     graphs.capture(door, Recorder(door.device))
     torch.cuda.empty_cache()
-    taken, planned = before - torch.cuda.mem_get_info(door.device)[0], graph_bytes(sizes)
+    taken = before - torch.cuda.mem_get_info(door.device)[0]
+    planned = graph_bytes(sizes, parts.sampler.vocab_size)
     log.info("%d decode graphs: %d MiB of %d planned", len(sizes), taken >> 20, planned >> 20)
     if taken > planned:
         raise Refused(

@@ -111,7 +111,7 @@ class Sampler:
         mask = torch.zeros(vocab_size, dtype=torch.float32)
         mask[list(never_sampled)] = -torch.inf
         self._never_V = mask.to(device)
-        self._vocab, self._ops = vocab_size, select_sampling(device)
+        self.vocab_size, self._ops = vocab_size, select_sampling(device)
         self._wants = np.full(max_running, UNKNOWN, dtype=np.int8)
         self._kind = np.zeros(max_running, dtype=np.int8)
         # temperature, top_k (V: all), top_p, min_p
@@ -140,7 +140,7 @@ class Sampler:
             self._kind[slot] = _kind(p)
             self._columns[:, slot] = (
                 p.temperature,
-                p.top_k or self._vocab,
+                p.top_k or self.vocab_size,
                 p.top_p,
                 p.min_p,
             )
