@@ -243,7 +243,7 @@ def _sizes(
     left = CPU_KV_BYTES
     if device.type != "cpu":
         free, total = torch.cuda.mem_get_info(device)
-        left = kv_bytes(config, free, total, encoder_peak)
+        left = kv_bytes(config, model.text, free, total, encoder_peak)
     sizes = accept(plan_sizes(config, model.text, specs, patches, left))
     for warning in sizes.warnings:
         log.warning("%s", warning)
@@ -291,6 +291,12 @@ def _assemble(
         device=device,
         sites=sites,
     )
+    sampler = Sampler(
+        config.max_running,
+        vocab_size,
+        [] if image_id is None or image_id >= vocab_size else [image_id],
+        device,
+    )
     parts = RunnerParts(
         model=model,
         pool=pool,
@@ -299,12 +305,7 @@ def _assemble(
             model, model_config.vision, tower_plans, encoder_pool, device, encode_graphs
         ),
         builder=builder,
-        sampler=Sampler(
-            config.max_running,
-            vocab_size,
-            [] if image_id is None or image_id >= vocab_size else [image_id],
-            device,
-        ),
+        sampler=sampler,
         plans=plans,
         door=door,
         graphs=capture_graphs(
@@ -313,6 +314,7 @@ def _assemble(
                 pool=pool,
                 plans=plans,
                 builder=builder,
+                sampler=sampler,
                 scratch_page=sizes.cache.num_pages,
                 max_len=sizes.max_model_len,
             ),
