@@ -18,7 +18,7 @@ Legend: B rows of a graph, M hidden channels."""
 
 import logging
 from bisect import bisect_left
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Protocol
