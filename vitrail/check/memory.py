@@ -60,13 +60,13 @@ def predict(subject: Subject, share: Share) -> Memory:
             kept=0,
             left=CPU_KV_BYTES,
         )
-    peak, vision = 0, subject.config.vision
+    peak, vision, text = 0, subject.config.vision, subject.config.text
     refused = isinstance(image_limits(vision, subject.dtype, subject.patches), list)
     if vision is not None and not refused:  # what is refused, the attention's row says
         largest = None if subject.processor is None else subject.processor.max_patches
         peak = encoder_peak(
             vision,
-            subject.config.text.hidden_size,
+            text.hidden_size,
             subject.dtype,
             subject.patches,
             largest,
@@ -78,10 +78,10 @@ def predict(subject: Subject, share: Share) -> Memory:
         weights=weights,
         encoder_peak=peak,
         encoder_cache=config.encoder_cache_bytes,
-        graphs=graph_bytes(graph_sizes(config, on_cpu=False)),
+        graphs=graph_bytes(graph_sizes(config, on_cpu=False), text.vocab_size),
         workspace=WORKSPACE_BYTES,
         kept=total - int(total * config.memory_fraction),
-        left=kv_bytes(config, free, total, peak),
+        left=kv_bytes(config, text, free, total, peak),
     )
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from vitrail.attention.plan import AttentionPlan, PlanLimits
 from vitrail.cache.budget import CacheBudget, plan_cache
-from vitrail.cache.spec import LayerSpec, stored_as
+from vitrail.cache.spec import ITEM_BYTES, LayerSpec, stored_as
 from vitrail.config.engine import GIB, EngineConfig
 from vitrail.config.finding import Finding
 from vitrail.config.model import DType, KvDType, ModelConfig, TextConfig, VisionConfig
@@ -123,9 +123,13 @@ def graph_sizes(config: EngineConfig, on_cpu: bool) -> list[int]:
     return ladder(min(asked, config.max_running))
 
 
-def graph_bytes(sizes: Sequence[int]) -> int:
-    """Device memory that so many graphs may take."""
-    return len(sizes) * GRAPH_BYTES + GRAPH_WORKSPACE_BYTES if sizes else 0
+def graph_bytes(sizes: Sequence[int], vocab_size: int) -> int:
+    """Device memory that graphs of these sizes may take, the largest one's logits twice (they are
+    converted) among it."""
+    if not sizes:
+        return 0
+    logits = 2 * ITEM_BYTES["float32"] * sizes[-1] * vocab_size
+    return len(sizes) * GRAPH_BYTES + GRAPH_WORKSPACE_BYTES + logits
 
 
 def graph_findings(plans: Iterable[AttentionPlan]) -> list[Finding]:
@@ -143,10 +147,12 @@ def graph_findings(plans: Iterable[AttentionPlan]) -> list[Finding]:
     ][:1]
 
 
-def kv_bytes(config: EngineConfig, free: int, total: int, encoder_peak: int) -> int:
+def kv_bytes(
+    config: EngineConfig, text: TextConfig, free: int, total: int, encoder_peak: int
+) -> int:
     """Bytes for pages on a GPU of `total` bytes, `free` of them when weights are loaded."""
     kept = int(total * (1 - config.memory_fraction))
-    graphs = graph_bytes(graph_sizes(config, on_cpu=False))
+    graphs = graph_bytes(graph_sizes(config, on_cpu=False), text.vocab_size)
     return free - kept - encoder_peak - config.encoder_cache_bytes - graphs - WORKSPACE_BYTES
 
 

@@ -31,7 +31,6 @@ from vitrail.check.sizes import (
     graph_sizes,
     image_limits,
     kv_bytes,
-    kv_dtype,
     plan_sizes,
     served_dtype,
     step_tokens,
@@ -40,14 +39,13 @@ from vitrail.check.sizes import (
 )
 from vitrail.check.weights import plan_load, read_headers
 from vitrail.config.engine import EngineConfig, validate
-from vitrail.config.finding import Finding, Refused, accept, errors
+from vitrail.config.finding import Refused, accept, errors
 from vitrail.config.hardware import Hardware
 from vitrail.config.model import DType, ModelConfig, VisionConfig
 from vitrail.engine.batch import BatchBuilder
 from vitrail.engine.encode import ImageEncoder
 from vitrail.engine.encode_graphs import EncodeGraphs
 from vitrail.engine.engine import Engine
-from vitrail.engine.floors import Shapes
 from vitrail.engine.graphs import GraphParts, capture_graphs
 from vitrail.engine.measure import run_worst_steps
 from vitrail.engine.parcel import Door
@@ -71,25 +69,6 @@ class Built(NamedTuple):
 
     engine: Engine
     facts: ServingFacts
-
-
-class Tower(NamedTuple):
-    """A vision tower that is ready alone, for measurements: `encoder` fills `pool`."""
-
-    encoder: ImageEncoder
-    pool: EncoderPool
-    vision: VisionConfig
-    hardware: Hardware
-    device: torch.device
-    dtype: DType
-
-
-class Placed(NamedTuple):
-    """What a configuration computes, in which types, and where."""
-
-    shapes: Shapes
-    hardware: Hardware
-    device: torch.device
 
 
 class _Stages:
@@ -129,18 +108,18 @@ def build_engine(
     with torch.device("meta"):
         model = entry.build(model_config, dtype)
     patches = encoder_budget(config, model_config, processor)
-    image_plans = _image_plans(config, model, model_config.vision, dtype, patches, hardware)
+    tower_plans = image_plans(config, model, model_config.vision, dtype, patches, hardware)
     stages.done("plans and kernels of the tower")
-    _load(config, entry, model_config, model, checkpoint, device, progress)
+    load_weights(config, entry, model_config, model, checkpoint, device, progress)
     stages.done("weights")
-    encode_graphs = _encode_graphs(model, image_plans, model_config.vision, patches, device)
+    encode_graphs = capture_tower(model, tower_plans, model_config.vision, patches, device)
     largest = None if processor is None else processor.max_patches
-    peak = _measure_encoder(model, image_plans, model_config, dtype, patches, largest, device)
+    peak = _measure_encoder(model, tower_plans, model_config, dtype, patches, largest, device)
     stages.done("measuring the tower")
     specs = stored_specs(config, model.cache_specs())
     sizes = _sizes(config, model_config, specs, patches, device, peak)
     engine = _assemble(
-        config, model_config, model, sizes, image_plans, device, stages, encode_graphs
+        config, model_config, model, sizes, tower_plans, device, stages, encode_graphs
     )
     log.info(
         "ready in %s: %s on %s in %s, %d KV tokens in %d pages of %s",
@@ -167,49 +146,7 @@ def build_engine(
     return Built(engine, facts)
 
 
-def build_tower(
-    config: EngineConfig, checkpoint: Checkpoint, processor: ImageProcessor | None
-) -> Tower:
-    """The encoder of a vision model, as `build_engine` makes it, without an engine around it.
-    Raises `Refused`, for a model without a tower too."""
-    found = errors(validate(config))
-    if found:
-        raise Refused(found)
-    device = device_of(config)
-    hardware = hardware_of(device)
-    entry = load_entry(checkpoint.architecture)
-    model_config = accept(entry.read_config(checkpoint.config, checkpoint.generation))
-    dtype = served_dtype(config, model_config, device.type == "cpu")
-    with torch.device("meta"):
-        model = entry.build(model_config, dtype)
-    vision = model_config.vision
-    if vision is None or not isinstance(model, ImageModel):
-        raise Refused(
-            Finding(
-                where="model",
-                saw=f"{checkpoint.architecture}, which takes text alone",
-                rule="a model with a vision tower",
-                change="give a vision model",
-            )
-        )
-    patches = encoder_budget(config, model_config, processor)
-    plans = _image_plans(config, model, vision, dtype, patches, hardware)
-    _load(config, entry, model_config, model, checkpoint, device, None)
-    pool = EncoderPool()
-    encoder = ImageEncoder(model, plans, pool, device, vision.patch_size)
-    return Tower(encoder, pool, vision, hardware, device, dtype)
-
-
-def placed(config: EngineConfig, checkpoint: Checkpoint) -> Placed:
-    """As `build_engine` would decide. Raises `Refused`."""
-    device, entry = device_of(config), load_entry(checkpoint.architecture)
-    model = accept(entry.read_config(checkpoint.config, checkpoint.generation))
-    dtype = served_dtype(config, model, device.type == "cpu")
-    shapes = Shapes(model=model, dtype=dtype, kv_dtype=kv_dtype(config) or dtype)
-    return Placed(shapes, hardware_of(device), device)
-
-
-def _image_plans(
+def image_plans(
     config: EngineConfig,
     model: Model,
     vision: VisionConfig | None,
@@ -231,7 +168,7 @@ def _ready(plans: PlanTable, hardware: Hardware) -> PlanTable:
     return plans
 
 
-def _load(
+def load_weights(
     config: EngineConfig,
     entry: ModelEntry,
     model_config: ModelConfig,
@@ -279,7 +216,7 @@ def _measure_encoder(
     return peak
 
 
-def _encode_graphs(
+def capture_tower(
     model: Model,
     plans: PlanTable,
     vision: VisionConfig | None,
@@ -306,14 +243,14 @@ def _sizes(
     left = CPU_KV_BYTES
     if device.type != "cpu":
         free, total = torch.cuda.mem_get_info(device)
-        left = kv_bytes(config, free, total, encoder_peak)
+        left = kv_bytes(config, model.text, free, total, encoder_peak)
     sizes = accept(plan_sizes(config, model.text, specs, patches, left))
     for warning in sizes.warnings:
         log.warning("%s", warning)
     return sizes
 
 
-def _image_encoder(
+def image_encoder(
     model: Model,
     vision: VisionConfig | None,
     plans: PlanTable,
@@ -331,7 +268,7 @@ def _assemble(
     model_config: ModelConfig,
     model: Model,
     sizes: Sizes,
-    image_plans: PlanTable,
+    tower_plans: PlanTable,
     device: torch.device,
     stages: _Stages,
     encode_graphs: EncodeGraphs | None,
@@ -354,20 +291,21 @@ def _assemble(
         device=device,
         sites=sites,
     )
+    sampler = Sampler(
+        config.max_running,
+        vocab_size,
+        [] if image_id is None or image_id >= vocab_size else [image_id],
+        device,
+    )
     parts = RunnerParts(
         model=model,
         pool=pool,
         encoder_pool=encoder_pool,
-        encoder=_image_encoder(
-            model, model_config.vision, image_plans, encoder_pool, device, encode_graphs
+        encoder=image_encoder(
+            model, model_config.vision, tower_plans, encoder_pool, device, encode_graphs
         ),
         builder=builder,
-        sampler=Sampler(
-            config.max_running,
-            vocab_size,
-            [] if image_id is None or image_id >= vocab_size else [image_id],
-            device,
-        ),
+        sampler=sampler,
         plans=plans,
         door=door,
         graphs=capture_graphs(
@@ -376,6 +314,7 @@ def _assemble(
                 pool=pool,
                 plans=plans,
                 builder=builder,
+                sampler=sampler,
                 scratch_page=sizes.cache.num_pages,
                 max_len=sizes.max_model_len,
             ),

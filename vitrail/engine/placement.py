@@ -5,12 +5,35 @@
 # pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false
 # pyright: reportUnknownVariableType=false
 
+from typing import NamedTuple
+
 import torch
 
+from vitrail.check.sizes import kv_dtype, served_dtype
 from vitrail.config.engine import DEFAULT_VIDEO_FRAMES, EngineConfig, plan_frames
 from vitrail.config.finding import Finding, Refused, accept
 from vitrail.config.hardware import CPU, Hardware, from_device
 from vitrail.config.model import ModelConfig
+from vitrail.engine.floors import Shapes
+from vitrail.models.checkpoint import Checkpoint
+from vitrail.models.registry import load_entry
+
+
+class Placed(NamedTuple):
+    """What a configuration computes, in which types, and where."""
+
+    shapes: Shapes
+    hardware: Hardware
+    device: torch.device
+
+
+def placed(config: EngineConfig, checkpoint: Checkpoint) -> Placed:
+    """As `build_engine` decides. Raises `Refused`."""
+    device, entry = device_of(config), load_entry(checkpoint.architecture)
+    model = accept(entry.read_config(checkpoint.config, checkpoint.generation))
+    dtype = served_dtype(config, model, device.type == "cpu")
+    shapes = Shapes(model=model, dtype=dtype, kv_dtype=kv_dtype(config) or dtype)
+    return Placed(shapes, hardware_of(device), device)
 
 
 def device_of(config: EngineConfig) -> torch.device:

@@ -13,6 +13,7 @@ from triton import KernelInterface
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from vitrail.config.hardware import Hardware
+from vitrail.ops.launch import launch
 from vitrail.ops.moe import triton as kernels
 from vitrail.ops.moe.naive import Routing
 from vitrail.ops.moe.plan import (
@@ -342,7 +343,8 @@ def join(
 def _run(
     kernel: KernelInterface, grid: tuple[int, ...], *arguments: object, **options: object
 ) -> None:
-    kernel[grid](*arguments, **options)
+    device = next(a for a in arguments if isinstance(a, Tensor)).device
+    launch(kernel, grid, device, *arguments, **options)
 
 
 def _rows(x: Tensor, tile: Tile, plan: ExpertsPlan) -> tuple[Tensor | TensorDescriptor, ...]:
