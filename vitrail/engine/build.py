@@ -23,11 +23,11 @@ from vitrail.cache.encoder import EncoderCache
 from vitrail.cache.encoder_pool import EncoderPool
 from vitrail.cache.kv_pool import KvPool
 from vitrail.cache.manager import Manager
-from vitrail.cache.spec import ITEM_BYTES, LayerSpec, stored_as
-from vitrail.config.engine import DEFAULT_VIDEO_FRAMES, GIB, EngineConfig, plan_frames, validate
+from vitrail.cache.spec import ITEM_BYTES, LayerSpec
+from vitrail.config.engine import GIB, EngineConfig, validate
 from vitrail.config.finding import Finding, Refused, accept, errors
-from vitrail.config.hardware import CPU, Hardware, from_device
-from vitrail.config.model import DType, KvDType, ModelConfig, VisionConfig
+from vitrail.config.hardware import Hardware
+from vitrail.config.model import DType, ModelConfig, VisionConfig
 from vitrail.engine.batch import BatchBuilder
 from vitrail.engine.checkpoint import Checkpoint
 from vitrail.engine.encode import ImageEncoder
@@ -37,6 +37,16 @@ from vitrail.engine.floors import Shapes
 from vitrail.engine.graphs import GraphParts, capture_graphs, graph_bytes, graph_sizes
 from vitrail.engine.measure import run_worst_steps
 from vitrail.engine.parcel import Door
+from vitrail.engine.placement import (
+    device_of,
+    dtype_of,
+    encoder_patches_of,
+    hardware_of,
+    kv_dtype_of,
+    specs_of,
+    step_tokens_of,
+    video_frames_of,
+)
 from vitrail.engine.prepare import ServingFacts
 from vitrail.engine.runner import Runner, RunnerParts
 from vitrail.engine.sampler import Sampler
@@ -49,10 +59,6 @@ from vitrail.weights import headers, load
 from vitrail.weights.plan import resolve
 
 log = logging.getLogger("vitrail.engine")
-# Tokens of a step where nobody says.
-GPU_STEP_TOKENS, CPU_STEP_TOKENS = 8192, 2048
-# Patches encoded in a step where no processor says how large an image can be.
-DEFAULT_ENCODER_PATCHES = 16_384
 # GPU memory left to the forward pass beside weights, encoder and pages.
 WORKSPACE_BYTES = 2 * GIB
 
@@ -119,15 +125,15 @@ def build_engine(
     found = errors(validate(config))
     if found:
         raise Refused(found)
-    device = _device(config)
-    hardware = _hardware(device)
+    device = device_of(config)
+    hardware = hardware_of(device)
     entry = load_entry(checkpoint.architecture)
     model_config = accept(entry.read_config(checkpoint.config, checkpoint.generation))
-    dtype = _dtype(config, model_config, device)
-    frames = _video_frames(config, model_config)
+    dtype = dtype_of(config, model_config, device)
+    frames = video_frames_of(config, model_config)
     with torch.device("meta"):
         model = entry.build(model_config, dtype)
-    patches = _encoder_patches(config, model_config, processor)
+    patches = encoder_patches_of(config, model_config, processor)
     image_plans = _image_plans(config, model, model_config.vision, dtype, patches, hardware)
     stages.done("plans and kernels of the tower")
     _load(config, entry, model_config, model, checkpoint, device, progress)
@@ -136,7 +142,7 @@ def build_engine(
     largest = None if processor is None else processor.max_patches
     peak = _measure_encoder(model, image_plans, model_config, dtype, patches, largest, device)
     stages.done("measuring the tower")
-    sizes = _sizes(config, model_config, _specs(config, model), patches, device, peak)
+    sizes = _sizes(config, model_config, specs_of(config, model), patches, device, peak)
     engine = _assemble(
         config, model_config, model, sizes, image_plans, device, stages, encode_graphs
     )
@@ -173,11 +179,11 @@ def build_tower(
     found = errors(validate(config))
     if found:
         raise Refused(found)
-    device = _device(config)
-    hardware = _hardware(device)
+    device = device_of(config)
+    hardware = hardware_of(device)
     entry = load_entry(checkpoint.architecture)
     model_config = accept(entry.read_config(checkpoint.config, checkpoint.generation))
-    dtype = _dtype(config, model_config, device)
+    dtype = dtype_of(config, model_config, device)
     with torch.device("meta"):
         model = entry.build(model_config, dtype)
     vision = model_config.vision
@@ -190,7 +196,7 @@ def build_tower(
                 change="give a vision model",
             )
         )
-    patches = _encoder_patches(config, model_config, processor)
+    patches = encoder_patches_of(config, model_config, processor)
     plans = _image_plans(config, model, vision, dtype, patches, hardware)
     _load(config, entry, model_config, model, checkpoint, device, None)
     pool = EncoderPool()
@@ -200,67 +206,11 @@ def build_tower(
 
 def placed(config: EngineConfig, checkpoint: Checkpoint) -> Placed:
     """As `build_engine` would decide. Raises `Refused`."""
-    device, entry = _device(config), load_entry(checkpoint.architecture)
+    device, entry = device_of(config), load_entry(checkpoint.architecture)
     model = accept(entry.read_config(checkpoint.config, checkpoint.generation))
-    dtype = _dtype(config, model, device)
-    shapes = Shapes(model=model, dtype=dtype, kv_dtype=_kv_dtype(config) or dtype)
-    return Placed(shapes, _hardware(device), device)
-
-
-def _device(config: EngineConfig) -> torch.device:
-    available = torch.cuda.is_available()
-    if config.device == "cuda" and not available:
-        raise Refused(
-            Finding(
-                where="device",
-                saw="cuda, and torch sees no CUDA device",
-                rule="the device is there",
-                change="pass --device cpu, or install a CUDA build of torch",
-            )
-        )
-    return torch.device("cuda" if available and config.device != "cpu" else "cpu")
-
-
-def _hardware(device: torch.device) -> Hardware:
-    if device.type == "cpu":
-        return CPU
-    p = torch.cuda.get_device_properties(device)
-    return from_device(p.name, p.major * 10 + p.minor, p.multi_processor_count, p.total_memory)
-
-
-def _dtype(config: EngineConfig, model: ModelConfig, device: torch.device) -> DType:
-    if config.dtype != "auto":
-        return config.dtype
-    return "float32" if device.type == "cpu" else model.dtype
-
-
-def _video_frames(config: EngineConfig, model: ModelConfig) -> int:
-    """Without a tower no number is too large."""
-    if model.vision is None:
-        return config.video_frames or DEFAULT_VIDEO_FRAMES
-    return accept(plan_frames(config, model.video_frames))
-
-
-def _kv_dtype(config: EngineConfig) -> KvDType | None:
-    """What the cache keeps; None: what the model computes in."""
-    return None if config.kv_cache_dtype == "auto" else "float8_e4m3fn"
-
-
-def _specs(config: EngineConfig, model: Model) -> Sequence[LayerSpec]:
-    kept, kv_dtype = model.cache_specs(), _kv_dtype(config)
-    return kept if kv_dtype is None else stored_as(kept, kv_dtype)
-
-
-def _encoder_patches(
-    config: EngineConfig, model: ModelConfig, processor: ImageProcessor | None
-) -> int:
-    """The encoder's budget a step: asked for, or the largest picture the processor makes, so that
-    no picture alone waits for a second step."""
-    if model.vision is None:
-        return 0
-    if config.encoder_patches is not None:
-        return config.encoder_patches
-    return DEFAULT_ENCODER_PATCHES if processor is None else processor.max_patches
+    dtype = dtype_of(config, model, device)
+    shapes = Shapes(model=model, dtype=dtype, kv_dtype=kv_dtype_of(config) or dtype)
+    return Placed(shapes, hardware_of(device), device)
 
 
 def _image_plans(
@@ -439,12 +389,12 @@ def _assemble(
     stages: _Stages,
     encode_graphs: EncodeGraphs | None,
 ) -> Engine:
-    specs, dtype = _specs(config, model), _dtype(config, model_config, device)
+    specs, dtype = specs_of(config, model), dtype_of(config, model_config, device)
     graphs = graph_sizes(config, device)
     # One page more than the manager knows of: where padded rows write.
     pool = KvPool(specs, sizes.cache.num_pages + bool(graphs), config.page_size, device)
     sites = model.text_sites()
-    plans = _text_plans(config, sites, dtype, sizes.max_model_len, _hardware(device))
+    plans = _text_plans(config, sites, dtype, sizes.max_model_len, hardware_of(device))
     stages.done("plans and kernels of the decoder")
     row_bytes = model_config.text.hidden_size * ITEM_BYTES[dtype]
     encoder_pool = EncoderPool()
@@ -487,15 +437,8 @@ def _assemble(
         ),
     )
     stages.done("graphs")
-    scheduler = _scheduler(config, sizes, row_bytes, _hardware(device))
+    scheduler = _scheduler(config, sizes, row_bytes, hardware_of(device))
     return Engine(scheduler, Runner(parts), step_ahead=config.step_ahead)
-
-
-def _step_tokens(config: EngineConfig, hardware: Hardware) -> int:
-    """The user's choice, or as many as keep the device at its products rather than its launches."""
-    if config.max_step_tokens is not None:
-        return config.max_step_tokens
-    return GPU_STEP_TOKENS if hardware.cc else CPU_STEP_TOKENS
 
 
 def _text_plans(
@@ -510,9 +453,9 @@ def _text_plans(
         dtype=dtype,
         page_size=config.page_size,
         max_batch=config.max_running,
-        max_q_len=_step_tokens(config, hardware),
+        max_q_len=step_tokens_of(config, hardware),
         max_kv_len=max_model_len,
-        kv_dtype=_kv_dtype(config),
+        kv_dtype=kv_dtype_of(config),
     )
     return _ready(make_table(sites, limits, hardware, config.attention, releases()), hardware)
 
@@ -524,7 +467,7 @@ def _scheduler(
         SchedulerLimits(
             max_running=config.max_running,
             max_waiting=config.max_waiting,
-            max_step_tokens=_step_tokens(config, hardware),
+            max_step_tokens=step_tokens_of(config, hardware),
             max_model_len=sizes.max_model_len,
             encoder_patches=sizes.encoder_patches,
             page_size=config.page_size,

@@ -23,6 +23,7 @@ from vitrail.ops.moe.grouped import segmented_experts
 from vitrail.ops.moe.naive import Routing, naive_experts, naive_route
 from vitrail.ops.moe.plan import ALIGN_BYTES, Choice
 from vitrail.ops.resize import naive as naive_resize
+from vitrail.ops.sampling.naive import Filters
 from vitrail.ops.vision import naive as naive_vision
 
 Experts = Callable[
@@ -92,7 +93,7 @@ class MlaOps(NamedTuple):
     expanded_queries: Callable[..., Tensor]
     absorbed_queries: Callable[..., Tensor]
     values: Callable[[Tensor, Tensor], Tensor]
-    expanded_keys: Callable[[Tensor, Tensor, naive_mla.MlaSizes], tuple[Tensor, Tensor]]
+    expanded_keys: Callable[[Tensor, Tensor, naive_mla.MlaSizes, bool], tuple[Tensor, Tensor]]
 
 
 @cache
@@ -156,16 +157,19 @@ def select_rope_table(device: torch.device) -> RopeTable:
 class SamplingOps(NamedTuple):
     best_tokens: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
     draw_plain: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+    draw_filtered: Callable[[Tensor, Tensor, Tensor, Tensor, Filters, Tensor], Tensor]
 
 
 @cache
 def select_sampling(device: torch.device) -> SamplingOps:
     """Ours in Triton on a GPU, else the definitions."""
     if device.type != "cuda":
-        return SamplingOps(naive_sampling.best_tokens, naive_sampling.draw_plain)
+        return SamplingOps(
+            naive_sampling.best_tokens, naive_sampling.draw_plain, naive_sampling.draw_filtered
+        )
     from vitrail.ops.sampling import triton
 
-    return SamplingOps(triton.best_tokens, triton.draw_plain)
+    return SamplingOps(triton.best_tokens, triton.draw_plain, triton.draw_filtered)
 
 
 def select_vision(device: torch.device) -> ModuleType:
