@@ -17,7 +17,14 @@ from vitrail.config.engine import EngineConfig, validate
 from vitrail.config.finding import accept
 from vitrail.config.hardware import find
 from vitrail.engine.engine import Engine
-from vitrail.engine.graphs import DecodeGraphs, GraphParts, graph_findings, ladder
+from vitrail.engine.graphs import (
+    GRAPH_BYTES,
+    DecodeGraphs,
+    GraphParts,
+    graph_bytes,
+    graph_findings,
+    ladder,
+)
 from vitrail.engine.runner import Runner, RunnerParts
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter's, on a CPU")
@@ -153,6 +160,12 @@ def test_the_ladder_ends_with_what_was_asked():
         sizes = ladder(largest)
         assert sizes == sorted(set(sizes))
         assert sizes[-1] == largest
+
+
+def test_the_memory_of_graphs_is_planned_with_the_largest_ones_logits():
+    assert graph_bytes([], 1000) == 0
+    one, two = graph_bytes([8], 1000), graph_bytes([8, 16], 1000)
+    assert two - one == GRAPH_BYTES + 8 * 1000 * 8
 
 
 def test_graphs_over_attention_that_asks_the_host_are_refused():
