@@ -7,7 +7,8 @@ a backend is further off than twice plain torch in the same dtype, it is reporte
 Decodes rotate over enough key-value memory that none of it is cached, in a CUDA graph. The floor is
 max(bytes / 4.46 TB/s, FLOPs / 788 TFLOP/s), what one H200 was measured to reach; the goal is
 max(bytes / (0.95 x 4.46 TB/s) + 8 us, FLOPs / (0.8 x 788 TFLOP/s)). Without `--backends`: those
-that a plan would try, best first. `--sweep` also times other tiles than the plan's. `--compile I
+that a plan would try, best first. `--sweep` also times other tiles than the plan's; `--flex` also
+torch's FlexAttention, compiled, on packed sequences. `--compile I
 N`: only compile the I-th of N shares of the Triton kernels for an H200, on any machine; processes
 started side by side warm the compiler's cache."""
 
@@ -18,6 +19,7 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.nn.functional import scaled_dot_product_attention
 
 from vitrail.attention.backend import Attended, load_backend
@@ -288,6 +290,31 @@ def torch_us(case: Case, inputs: Tensors) -> float | None:
     return time_us([call] * 2)
 
 
+def flex_us(case: Case, inputs: Tensors) -> float | None:
+    """torch's FlexAttention, compiled; sequences that are packed stay apart by a block mask."""
+    if case.phase in PAGED:
+        return None
+    owner = torch.arange(len(case.lens), device=DEVICE).repeat_interleave(
+        torch.tensor(case.lens, device=DEVICE)
+    )
+
+    def sees(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        own = owner[query] == owner[key]
+        return own & (query >= key) if case.site.causal else own
+
+    total = sum(case.lens)
+    torch.compiler.reset()  # each case has a kernel of its own: no limit on how many
+    mask = create_block_mask(sees, None, None, total, total, device=DEVICE)
+    run = torch.compile(flex_attention, dynamic=False)
+    q, k, v = (t.transpose(0, 1)[None] for t in (inputs.q, *inputs.kv))
+
+    def call() -> Attended:
+        out = run(q, k, v, block_mask=mask, scale=case.site.scale)
+        return Attended(out, out)
+
+    return time_us([call] * 2)
+
+
 def show(case: Case, name: str, micros: float) -> str:
     floor = max(case.moved_bytes / BYTES_PER_S, case.flops / FLOPS_PER_S) * 1e6
     goal = case.flops / (0.8 * FLOPS_PER_S) * 1e6
@@ -337,7 +364,8 @@ SWEPT = (
 )
 
 
-def run_case(case: Case, gpu: Hardware, sweep: bool, backends: str) -> None:
+def run_case(case: Case, gpu: Hardware, args: argparse.Namespace) -> None:
+    sweep, backends = args.sweep, args.backends
     options: list[tuple[str, AttentionPlan]] = []
     names = backends.split(",") if backends else order(shape_of(case), gpu)
     for backend in names:
@@ -362,6 +390,12 @@ def run_case(case: Case, gpu: Hardware, sweep: bool, backends: str) -> None:
             print(line + tail, flush=True)
         except Exception as error:  # noqa: BLE001  a case that fails must not hide the others
             print(f"{name:44s} FAILED: {type(error).__name__}: {str(error)[:300]}", flush=True)
+    try:
+        micros = flex_us(case, inputs) if args.flex else None
+        if micros is not None:
+            print(show(case, f"{case.name}, torch flex", micros), flush=True)
+    except Exception as error:  # noqa: BLE001
+        print(f"{case.name}, torch flex FAILED: {str(error)[:300]}", flush=True)
 
 
 def compile_all(gpu: Hardware, sweep: bool, share: int, shares: int) -> None:
@@ -394,6 +428,7 @@ def main() -> None:
     parser.add_argument("--only", default="")
     parser.add_argument("--sweep", action="store_true")
     parser.add_argument("--backends", default="")
+    parser.add_argument("--flex", action="store_true")
     parser.add_argument("--compile", type=int, nargs=2, metavar=("SHARE", "OF"))
     args = parser.parse_args()
     if args.compile:
@@ -417,7 +452,7 @@ def measure(args: argparse.Namespace) -> None:
             print(f"out of time before {case.name}", flush=True)
             break
         if any(only in case.name for only in args.only.split(",")):
-            run_case(case, gpu, args.sweep, args.backends)
+            run_case(case, gpu, args)
     print(f"{time.perf_counter() - begin:.0f} s", flush=True)
 
 

@@ -23,6 +23,7 @@ from vitrail.cache.kv_pool import KvPool
 from vitrail.cache.manager import Manager
 from vitrail.config.hardware import CPU
 from vitrail.engine.batch import BatchBuilder
+from vitrail.engine.parcel import Door
 from vitrail.engine.request import EngineRequest, FinishReason, SamplingParams
 from vitrail.engine.scheduler import Scheduler, SchedulerLimits
 from vitrail.engine.step import StepPlan, StepResult
@@ -108,6 +109,7 @@ def run(scheduler: Scheduler, running: int) -> tuple[dict[str, list[int]], Times
     """Until idle, one step ahead. Tokens by request, and the times of full decode steps."""
     times = Times([], [], [])
     builder, plans, pool = tables(running)
+    door = Door(torch.device("cpu"))
     tokens: dict[str, list[int]] = {}
     pending: list[StepPlan] = []
     while not scheduler.idle:
@@ -117,7 +119,9 @@ def run(scheduler: Scheduler, running: int) -> tuple[dict[str, list[int]], Times
         if planned is not None:
             pending.append(planned[0])
             start = now()
-            builder.build(*planned, plans, pool)
+            sent = door.parcel()
+            packed = builder.pack(*planned, plans, sent)
+            builder.unpack(packed, sent.send(), plans, pool)
             built = since(start)
             if planned[0].prefills == () and len(planned[0].decodes) == running:
                 times.schedule.append(took)

@@ -1,6 +1,6 @@
 """SigLIP over NVILA-8B's 17 tiles on one GPU: the share of the bf16 matrix rate that it reaches.
 
-    python bench/siglip.py [--seconds 20] [--attention triton] [--tiny]
+    python bench/siglip.py [--seconds 20] [--attention triton] [--profile] [--tiny]
 
 Random weights of the published sizes. The features of two tiles are first computed in float32;
 where ours in bf16 are further off than twice plain torch in bf16, nothing is timed. The matrix rate
@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from vitrail.attention.installed import releases
 from vitrail.attention.plan import PlanLimits, PlanTable, make_table
 from vitrail.config.hardware import CPU, Hardware, from_device
 from vitrail.config.model import DType, SiglipConfig
@@ -62,20 +63,35 @@ def plans(tower: Siglip, hardware: Hardware, dtype: DType, prefer: str | None) -
     limits = PlanLimits(
         dtype=dtype, page_size=None, max_batch=TILES, max_q_len=length, max_kv_len=length
     )
-    return make_table(tower.sites(), limits, hardware, prefer)
+    table = make_table(tower.sites(), limits, hardware, prefer, releases())
+    for warning in table.warnings:
+        print(warning)
+    print("attention:", *sorted({plan.backend for plan in table}))
+    return table
 
 
 def plain(tower: Siglip, patches: Tensor) -> Tensor:
-    """The same in plain torch, tiles stacked and torch's own attention."""
-    config = tower.config
-    x = tower.patch_embed(patches.to(tower.patch_embed.weight.dtype))
+    """The same in plain torch from the tower's parameters, tiles stacked and torch's own
+    attention."""
+    config, p = tower.config, dict(tower.named_parameters())
+    eps, heads = config.layer_norm_eps, (3, config.num_heads, config.head_dim)
+
+    def linear(name: str, x: Tensor) -> Tensor:
+        return F.linear(x, p[f"{name}.weight"], p[f"{name}.bias"])
+
+    def norm(name: str, x: Tensor) -> Tensor:
+        return F.layer_norm(x, x.shape[-1:], p[f"{name}.weight"], p[f"{name}.bias"], eps)
+
+    x = linear("patch_embed", patches.to(tower.pos_embed.dtype))
     x = x.view(-1, config.tile**2, config.hidden_size) + tower.pos_embed
-    for block in tower.blocks:
-        qkv = block.attn.qkv(block.norm1(x)).unflatten(2, (3, config.num_heads, config.head_dim))
+    for i in range(config.num_layers - 1):
+        at = f"blocks.{i}."
+        qkv = linear(f"{at}attn.qkv", norm(f"{at}norm1", x)).unflatten(2, heads)
         q, k, v = qkv.permute(2, 0, 3, 1, 4)
         out = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
-        x = x + block.attn.out(out)
-        x = x + block.mlp(block.norm2(x))
+        x = x + linear(f"{at}attn.out", out)
+        up = F.gelu(linear(f"{at}mlp.up", norm(f"{at}norm2", x)), approximate="tanh")
+        x = x + linear(f"{at}mlp.down", up)
     return x.flatten(0, 1)
 
 
@@ -119,11 +135,25 @@ def matrix_rate(device: torch.device, seconds: float, shapes: list[tuple[int, in
     return best
 
 
+def profile(call: Callable[[], object], runs: int = 3) -> None:
+    """Milliseconds of the device by kernel, of one call."""
+    from torch.profiler import ProfilerActivity
+
+    with torch.profiler.profile(activities=[ProfilerActivity.CUDA]) as seen:
+        for _ in range(runs):
+            call()
+        torch.cuda.synchronize()
+    for row in sorted(seen.key_averages(), key=lambda row: -row.device_time_total)[:12]:
+        taken = row.device_time_total / 1e3 / runs
+        print(f"{taken:8.3f} ms  {row.count // runs:4d} x  {row.key[:90]}")
+
+
 @torch.inference_mode()
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, default=20)
-    parser.add_argument("--attention", default="triton")
+    parser.add_argument("--attention", help="default the planned one")
+    parser.add_argument("--profile", action="store_true", help="also the time of each kernel")
     parser.add_argument("--tiny", action="store_true")
     args = parser.parse_args()
     config = TINY if args.tiny else PUBLISHED
@@ -149,8 +179,8 @@ def main() -> int:
         return 1
     share, rows = args.seconds / 5, TILES * length
     wide = (rows, config.hidden_size, config.intermediate_size)
-    square = (SQUARE,) * 3 if device.type == "cuda" else (256,) * 3
-    rate = matrix_rate(device, share, [square, wide])
+    side = SQUARE if device.type == "cuda" else 256
+    rate = matrix_rate(device, share, [(side, side, side), wide])
     taken = clock(lambda: half(patches, table), device, share)
     peer = clock(lambda: plain(half, patches), device, share)
     work = flops(config, TILES)
@@ -159,6 +189,8 @@ def main() -> int:
             f"{label}: {each * 1e3:.2f} ms for {TILES} tiles, {work / each / 1e12:.0f} TFLOP/s, "
             f"{work / each / rate:.0%} of the matrix rate"
         )
+    if args.profile and device.type == "cuda":
+        profile(lambda: half(patches, table))
     reached = work / taken / rate >= GOAL
     print(f"goal {GOAL:.0%}: {'reached' if reached else 'MISSED'}")
     return int(not reached)

@@ -16,6 +16,7 @@ def op_files() -> list[tuple[str, str]]:
 
 
 # Modules whose signatures take tensors or pixels. Bookkeeping in ints is pyright's business alone.
+# Of ops, the definitions: the hook would decorate the bodies of kernels beside them.
 install_import_hook(
     [
         *(f"vitrail.ops.{folder}.{file}" for folder, file in op_files()),

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import time
+from argparse import ArgumentParser
 from dataclasses import fields
 from pathlib import Path
 
@@ -35,14 +36,41 @@ ENGINE = {
     "--step-ahead",
     "--video-frames",
     "--no-step-ahead",
+    "--cuda-graphs",
     "--attention",
     "--max-images",
     "--max-image-pixels",
     "--max-image-bytes",
     "--image-workers",
 }
+WORKLOAD = {
+    "--file",
+    "--prompt-tokens",
+    "--output-tokens",
+    "--pictures",
+    "--picture-size",
+    "--shared-tokens",
+    "--shared-pictures",
+    "--ids",
+    "--requests",
+    "--concurrency",
+    "--rate",
+    "--runs",
+    "--warm-up",
+    "--load-seed",
+    "--json",
+    "--plot",
+}
+PROFILE = {"--profile", "--profile-steps"}
+BENCH = {
+    "serve": WORKLOAD
+    | {"--url", "--against", "--model", "--timeout"}
+    | {"--ignore-eos", "--no-ignore-eos"},
+    "offline": ENGINE | WORKLOAD | PROFILE,
+    "vision": ENGINE | {"--mix", "--runs", "--json"},
+}
 FLAGS = {
-    "serve": {"--host", "--port", "--served-model-name", "--http"},
+    "serve": {"--host", "--port", "--served-model-name", "--http"} | PROFILE,
     "generate": {"--image", "--max-tokens", "--temperature"},
     "chat": {"--image", "--max-tokens", "--temperature"},
 }
@@ -63,11 +91,21 @@ def vitrail(*args: str, said: str = "", **env: str) -> subprocess.CompletedProce
 
 def test_the_flags_are_frozen():
     """A new flag is a decision: it is written here too."""
-    (commands,) = parser()._subparsers._group_actions  # pyright: ignore
-    assert set(commands.choices) == set(FLAGS)  # pyright: ignore
-    for name, command in commands.choices.items():  # pyright: ignore
-        flags = {f for f in command._option_string_actions if f not in ("-h", "--help")}
-        assert flags == ENGINE | FLAGS[name]
+    commands = commands_of(parser())
+    bench = commands_of(commands.pop("bench"))
+    assert set(commands) == set(FLAGS)
+    for name, command in commands.items():
+        assert flags_of(command) == ENGINE | FLAGS[name]
+    assert {name: flags_of(command) for name, command in bench.items()} == BENCH
+
+
+def commands_of(top: ArgumentParser) -> dict[str, ArgumentParser]:
+    (commands,) = top._subparsers._group_actions  # pyright: ignore
+    return dict(commands.choices)  # pyright: ignore
+
+
+def flags_of(command: ArgumentParser) -> set[str]:
+    return {f for f in command._option_string_actions if f not in ("-h", "--help")}
 
 
 def test_engine_flags_are_the_fields_of_the_configuration():
@@ -102,6 +140,9 @@ def test_help_and_bad_flags_are_quick_and_import_no_torch():
         (["serve", "--http", "other"], 2),
         (["serve", "--device", "tpu"], 2),
         (["serve", "--kv-cache-dtype", "fp8"], 2),
+        (["bench", "offline", "--help"], 0),
+        (["bench", "serve"], 2),
+        (["bench"], 2),
         (["nope"], 2),
         ([], 2),
     ):

@@ -58,7 +58,8 @@ def test_environment_variables_are_frozen():
 
 
 def test_engine_config_is_small():
-    assert len(fields(EngineConfig)) <= 24
+    # 25: whether decodes are graphs is a choice of memory and start-up that no plan can make
+    assert len(fields(EngineConfig)) <= 25
 
 
 def test_no_pickle_eval_or_remote_code():

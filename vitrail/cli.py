@@ -1,6 +1,6 @@
-"""The command line: `vitrail serve | generate | chat`. Flags of the engine are generated from
-`EngineConfig`; `tests/test_cli.py` freezes the list. Heavy rooms are imported by the command that
-needs them, so that `--help` and bad flags answer at once."""
+"""The command line: `vitrail serve | generate | chat | bench`. Flags of the engine are generated
+from `EngineConfig`; `tests/test_cli.py` freezes the list. Heavy rooms are imported by the command
+that needs them, so that `--help` and bad flags answer at once."""
 
 import argparse
 import logging
@@ -11,6 +11,7 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, get_args, get_origin
 
+from vitrail.bench.flags import EngineChoices, add_bench, add_profile_flags, profile_window
 from vitrail.config.engine import EngineConfig
 from vitrail.config.env import read_env
 from vitrail.config.finding import Refused
@@ -47,6 +48,7 @@ def parser() -> argparse.ArgumentParser:
     serve.add_argument(
         "--http", choices=("granian", "uvicorn"), default="granian", help="HTTP server"
     )
+    add_profile_flags(serve)
     generate = commands.add_parser("generate", help="answer one prompt and exit")
     generate.set_defaults(run=_generate)
     generate.add_argument("prompt", nargs="?", help=f"default: {DEMO_QUESTION!r} of the demo")
@@ -60,6 +62,8 @@ def parser() -> argparse.ArgumentParser:
         command.add_argument("--temperature", type=float, default=0.0, help="0: greedy")
     for command in (serve, generate, chat):
         add_engine_flags(command)
+    bench = commands.add_parser("bench", help="measure a server, an engine, a vision tower")
+    add_bench(bench, EngineChoices(add=add_engine_flags, read=engine_config))
     return top
 
 
@@ -102,6 +106,7 @@ def _serve(args: argparse.Namespace) -> int:
         name=args.served_model_name,
         http=args.http,
         api_key=read_env().api_key,
+        profile=profile_window(args),
     )
 
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vitrail.attention.plan import AttentionPlan, plan_on
-from vitrail.attention.records import Records, make_records, padded
+from vitrail.attention.records import Records, decode_records, make_records, padded, room
 from vitrail.attention.shape import AttentionShape, AttentionSite, Phase
 from vitrail.config.hardware import GPUS, find
 
@@ -187,3 +187,33 @@ def test_a_graph_s_records_are_of_one_size():
     assert (full.items[: len(got.items)] == got.items).all()
     assert not full.items[len(got.items) :].any()
     assert not full.combines[len(got.combines) :].any()
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data())
+def test_records_of_a_decode_are_those_of_any_batch(data: st.DataObject):
+    site = data.draw(
+        st.sampled_from(
+            [SITE, LATENT, replace(SITE, window=100, sink=True), replace(SITE, sink=True)]
+        )
+    )
+    batch = data.draw(st.sampled_from([1, 3, 8, 200]))
+    shape = replace(
+        SHAPE,
+        site=site,
+        batch=batch,
+        batch_invariant=data.draw(st.booleans()),
+        page_size=data.draw(st.sampled_from([1, 16, 64])),
+    )
+    plan = planned(shape, backend=data.draw(st.sampled_from(["triton", "cute"])))
+    longest = data.draw(st.sampled_from([1, 300, 5000, 100_000]))
+    lens = [data.draw(st.integers(0, longest)) for _ in range(data.draw(st.integers(1, batch)))]
+    bases = data.draw(st.permutations(range(len(lens))))
+    starts = [n - 1 for n in lens]
+    want = make_records(plan, [1] * len(lens), lens, starts, bases)
+    got = decode_records(plan, np.array(lens), np.array(bases))
+    assert got.items.tolist() == want.items.tolist()
+    assert got.combines.tolist() == want.combines.tolist()
+    assert got.slots == want.slots
+    num_items, num_combines = room(plan, len(lens))
+    padded(got, num_items, num_combines)

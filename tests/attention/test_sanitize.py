@@ -43,13 +43,13 @@ def test_guards_see_a_write_on_either_side():
     ],
 )
 def test_a_kernel_that_leaves_its_memory_is_seen(monkeypatch, field: int, by: int, said: str):
-    made = triton_backend.make_records
+    made = triton_backend.records_of
 
     def faulty(*args):
         records = made(*args)
         records.items[:, field] += by
         return records
 
-    monkeypatch.setattr(triton_backend, "make_records", faulty)
+    monkeypatch.setattr(triton_backend, "records_of", faulty)
     faults = faults_of(CASES["encode"])
     assert any(said in fault for fault in faults), faults

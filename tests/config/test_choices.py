@@ -2,7 +2,7 @@
 
 import pytest
 
-from vitrail.config.engine import EngineConfig, validate
+from vitrail.config.engine import EngineConfig, plan_frames, validate
 from vitrail.config.env import NAMES, read_env
 from vitrail.config.finding import Refused
 
@@ -68,7 +68,19 @@ def test_the_frames_of_a_video_fit_in_a_request():
     assert found.where == "video_frames"
     assert found.saw == "9 frames a video, 8 images a request"
     assert validate(EngineConfig(model="x", video_frames=8, max_images=8)) == []
-    assert validate(EngineConfig(model="x", max_images=0)) == [], "text alone"
+    assert validate(EngineConfig(model="x", max_images=0, video_frames=9)) == [], "text alone"
+
+
+def test_the_frames_of_a_video_are_chosen_published_or_eight():
+    chosen, silent = EngineConfig(model="x", video_frames=3), EngineConfig(model="x", max_images=16)
+    assert [plan_frames(chosen, n) for n in (None, 5, 99)] == [3, 3, 3]
+    assert [plan_frames(silent, n) for n in (None, 5, 16)] == [8, 5, 16]
+    assert validate(silent) == []
+    made = plan_frames(silent, 17)
+    assert isinstance(made, list)
+    assert made[0].saw == "17 frames a video (the checkpoint's), 16 images a request"
+    assert "--video-frames 16 or less, or a larger --max-images" in made[0].change
+    assert isinstance(plan_frames(EngineConfig(model="x", max_images=7), None), list)
 
 
 def test_every_bad_choice_is_reported_at_once():

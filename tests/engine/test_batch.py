@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from vitrail.attention.plan import PlanLimits, make_table
 from vitrail.cache.kv_pool import KvPool
 from vitrail.config.hardware import CPU
-from vitrail.engine.batch import BatchBuilder
+from vitrail.engine.batch import Batch, BatchBuilder
+from vitrail.engine.parcel import Door
 from vitrail.engine.runner import _prompt_logprobs
 from vitrail.engine.step import SequenceStep, StepInputs, StepPlan
 
@@ -29,6 +30,12 @@ def inputs(ids: np.ndarray) -> StepInputs:
     )
 
 
+def build(builder: BatchBuilder, plan: StepPlan, given: StepInputs, table, pool) -> Batch:
+    sent = Door(DEVICE).parcel()
+    packed = builder.pack(plan, given, table, sent)
+    return builder.unpack(packed, sent.send(), table, pool)
+
+
 @settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_layout_equals_a_loop_over_tokens(data: st.DataObject):
@@ -36,7 +43,7 @@ def test_layout_equals_a_loop_over_tokens(data: st.DataObject):
     builder = BatchBuilder(max_running=8, max_pages=70, page_size=page, device=DEVICE)
     pool = KvPool([], num_pages=1, page_size=page, device=DEVICE)
     table = make_table([], LIMITS, CPU, None)
-    last = torch.arange(100, 108)
+    last = torch.arange(100, 109)
     builder.last_tokens.copy_(last)
     slots = data.draw(st.permutations(range(8)))
     chunks = data.draw(st.integers(0, 4))
@@ -51,7 +58,7 @@ def test_layout_equals_a_loop_over_tokens(data: st.DataObject):
         steps.append(SequenceStep(i, slot, start, length, 0, tuple(held[slot]), sample))
     plan = StepPlan(0, tuple(steps[:chunks]), tuple(steps[chunks:]), (), (), ())
     ids = np.arange(sum(s.length for s in steps[:chunks]), dtype=np.int64)
-    batch = builder.build(plan, inputs(ids), table, pool)
+    batch = build(builder, plan, inputs(ids), table, pool)
     positions, cache, sampled, at = [], [], [], 0
     for s in steps:
         for p in range(s.start, s.start + s.length):
@@ -62,7 +69,9 @@ def test_layout_equals_a_loop_over_tokens(data: st.DataObject):
             sampled.append((at - 1, s.slot))
     assert batch.context.positions.tolist() == positions
     assert batch.context.cache_slots.tolist() == cache
-    assert list(zip(batch.sample_rows.tolist(), batch.sample_slots, strict=True)) == sampled
+    assert (
+        list(zip(batch.sample_rows.tolist(), batch.sample_slots.tolist(), strict=True)) == sampled
+    )
     decoded = [100 + s.slot for s in steps[chunks:]]
     assert batch.token_ids.tolist() == [*ids.tolist(), *decoded]
     for meta, part in (
@@ -89,7 +98,7 @@ def test_pages_grow_step_by_step():
     second = StepPlan(1, (), (SequenceStep(7, 1, 3, 1, 1, (8,), True),), (), (), ())
     third = StepPlan(2, (), (SequenceStep(7, 1, 4, 1, 2, (), True),), (), (), ())
     got = [
-        builder.build(p, none, table, pool).context.cache_slots.item()
+        build(builder, p, none, table, pool).context.cache_slots.item()
         for p in (first, second, third)
     ]
     assert got == [5 * 3 + 2, 8 * 3, 8 * 3 + 1]
@@ -98,7 +107,8 @@ def test_pages_grow_step_by_step():
 def test_an_empty_step_has_empty_tensors():
     builder = BatchBuilder(max_running=2, max_pages=9, page_size=3, device=DEVICE)
     pool = KvPool([], num_pages=1, page_size=3, device=DEVICE)
-    batch = builder.build(
+    batch = build(
+        builder,
         StepPlan(0, (), (), (), (), ()),
         inputs(np.zeros(0, np.int64)),
         make_table([], LIMITS, CPU, None),

@@ -31,6 +31,7 @@ FACTS = ServingFacts(
     encoder_patches=100,
     kv_tokens=1000,
     patch_rules=PatchRules(patch_size=14, merge=2),
+    video_frames=8,
 )
 LIMITS = ImageLimits(max_bytes=10_000, max_pixels=10_000_000)
 

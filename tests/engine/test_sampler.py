@@ -9,8 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from vitrail.engine.parcel import Door
 from vitrail.engine.request import SamplingParams
-from vitrail.engine.sampler import Sampler
+from vitrail.engine.sampler import Sampled, Sampler
 from vitrail.engine.step import SlotSetup
 
 VOCAB = 37
@@ -38,7 +39,16 @@ def make(params, never=(), prompt=(1, 2, 3), output=(), stops=frozenset({5})) ->
 
 def draw(sampler: Sampler, logits: torch.Tensor, slots, u, index=None) -> list[int]:
     at = np.zeros(len(slots), np.int64) if index is None else np.asarray(index)
-    return sampler.sample(logits, slots, np.asarray(u, np.float64), at).token_ids.tolist()
+    return sample(sampler, logits, slots, u, at).token_ids.tolist()
+
+
+def sample(sampler: Sampler, logits: torch.Tensor, slots, u, index) -> Sampled:
+    """One step, its numbers through the door."""
+    sent = Door(CPU).parcel()
+    asked = sampler.ask(np.asarray(slots), np.asarray(u, np.float64), index, sent)
+    got = sent.send()
+    sampler.settle(asked, got)
+    return sampler.sample(logits, asked, got)
 
 
 def random_logits(rows: int, seed: int = 0) -> torch.Tensor:
@@ -51,7 +61,7 @@ def test_plain_sampling_follows_the_softmax():
     n = 20_000
     sampler = make([SamplingParams(temperature=0.7)])
     u = (np.arange(n) + 0.5) / n
-    tokens = sampler.sample(logits.expand(n, -1), [0] * n, u, np.zeros(n, np.int64)).token_ids
+    tokens = sample(sampler, logits.expand(n, -1), [0] * n, u, np.zeros(n, int)).token_ids
     share = torch.bincount(tokens, minlength=VOCAB) / n
     want = torch.softmax(logits[0] / 0.7, -1)
     assert (share - want).abs().max() < 2 / n + 1e-6
@@ -82,7 +92,7 @@ def test_filtered_sampling_follows_the_definition(params: SamplingParams):
     n = 5_000
     u = (np.arange(n) + 0.5) / n
     sampler = make([params])
-    tokens = sampler.sample(logits.expand(n, -1), [0] * n, u, np.zeros(n, np.int64)).token_ids
+    tokens = sample(sampler, logits.expand(n, -1), [0] * n, u, np.zeros(n, int)).token_ids
     share = torch.bincount(tokens, minlength=VOCAB).double() / n
     want = torch.zeros(VOCAB, dtype=torch.float64)
     want[nucleus] = p[nucleus] / p[nucleus].sum()
@@ -171,7 +181,7 @@ def test_a_row_with_nan_fails_alone():
 def test_logprobs_are_of_the_models_own_distribution():
     logits = random_logits(1, seed=4)
     params = SamplingParams(temperature=0, logprobs=3, logit_bias={8: 100.0})
-    sampled = make([params]).sample(logits, [0], np.array([0.5]), np.array([0]))
+    sampled = sample(make([params]), logits, [0], [0.5], np.array([0]))
     assert sampled.logprobs is not None
     (got,) = sampled.logprobs.read([8])
     want = torch.log_softmax(logits[0], -1)
@@ -200,7 +210,7 @@ def test_rows_beyond_a_block_are_sampled_alike():
 def test_logprobs_of_several_rows_are_read_as_each_row_asked():
     logits = random_logits(3, seed=2)
     params = [SamplingParams(logprobs=2), SamplingParams(), SamplingParams(logprobs=0)]
-    sampled = make(params).sample(logits, [0, 1, 2], np.full(3, 0.4), np.zeros(3, np.int64))
+    sampled = sample(make(params), logits, [0, 1, 2], np.full(3, 0.4), np.zeros(3, int))
     ids = sampled.token_ids.tolist()
     assert sampled.logprobs is not None
     assert sampled.logprobs.rows == [0, 2]

@@ -187,15 +187,35 @@ def test_c17_the_pool_is_a_limit_too():
 
 
 def test_what_is_refused_leaves_no_trace():
-    rig = Rig(Setting(max_waiting=2, encoder_patches=20))
+    rig = Rig(Setting(max_running=1, max_waiting=1, encoder_patches=20))
     with pytest.raises(Refused, match=r"images\[1\].*2 x 11 = 22 patches.*at most 20"):
         rig.add(chat("r", (1, 9), (2, 11)))
     rig.add(chat("a", 3), chat("b", 3))
-    with pytest.raises(Refused, match="2 requests are waiting") as refused:
+    with pytest.raises(Refused, match="1 requests are waiting") as refused:
         rig.add(chat("c", 3))
     assert refused.value.findings[0].code == "overloaded"
-    rig.step()
+    rig.run()
     rig.add(chat("c", 3))
+    rig.run()
+    rig.check_outputs()
+
+
+def test_as_many_may_wait_beside_those_that_could_start_now():
+    """Of an idle engine, of one whose rows are taken, and of one that has a row to give."""
+    rig = Rig(Setting(max_running=3, max_waiting=2))
+
+    def fill(names: str) -> None:
+        for name in names:
+            rig.add(chat(name, 3, max_tokens=20))
+        with pytest.raises(Refused, match="2 requests are waiting"):
+            rig.add(chat("refused", 3))
+
+    fill("abcde")
+    rig.step()
+    with pytest.raises(Refused, match="2 requests are waiting"):
+        rig.add(chat("refused", 3))
+    rig.abort("a")
+    fill("f")
     rig.run()
     rig.check_outputs()
 

@@ -3,6 +3,7 @@ e4m3 against fp32, memory as planned."""
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,8 +12,10 @@ import torch
 import vitrail.cli
 from tests.engine.driver import GOLDEN, Golden
 from tests.models.test_dense_parity import CASES, FOLDER
+from tests.nvila import KINDS, GoldenNvila
 from tests.smollm2 import smollm2_path
-from vitrail import LLM, SamplingParams
+from vitrail import LLM, Refused, SamplingParams
+from vitrail.engine.runner import Launched
 
 pytestmark = pytest.mark.gpu
 GREEDY = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
@@ -71,6 +74,16 @@ def test_a_cache_of_e4m3_agrees_with_fp32_and_takes_half_the_bytes(attention: st
     assert all(len(tokens) == 12 for tokens in together)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_nvila_golden_parity_in_fp32(kind: str):
+    """The golden order of sums is a CPU's: 3e-4 (docs/notes/nvila.md)."""
+    golden = GoldenNvila(kind)
+    llm = LLM(golden.folder, device="cuda", dtype="float32", kv_cache_bytes=64 << 20)
+    assert np.abs(llm.score(golden.ids, golden.images) - golden.logits).max() <= 3e-4
+    out = llm.generate([golden.prompt] * 3, GREEDY)
+    assert [o.outputs[0].token_ids[:10] for o in out] == [golden.greedy[:10]] * 3
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_text_models_golden_parity_in_fp32(case: str):
     with np.load(FOLDER / case / "reference.npz") as data:
@@ -92,3 +105,55 @@ def test_real_weights_in_bf16_agree_with_fp32(attention: str):
         ids
     )
     assert (fp32.argmax(-1) == bf16.argmax(-1)).mean() >= 0.926
+
+
+def launches_without_waiting(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever a launch asks of the device raises from now on."""
+    runner = llm.engine._runner
+    launch = runner.launch
+
+    def watched(*args: Any) -> Launched:
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            return launch(*args)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    monkeypatch.setattr(runner, "launch", watched)
+
+
+@pytest.mark.parametrize("cuda_graphs", [None, 0, 5])
+def test_batches_of_every_kind_launch_without_waiting_and_give_the_same_tokens(
+    cuda_graphs: int | None, monkeypatch: pytest.MonkeyPatch
+):
+    """Greedy rows in fp32 give what a CPU gives. Eleven requests end one by one, so graphs are
+    padded."""
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)
+    torch.use_deterministic_algorithms(False)
+    prompts = [{"prompt_token_ids": list(range(1, 12 + 3 * i))} for i in range(11)]
+    kinds: tuple[dict[str, Any], ...] = (
+        {"temperature": 0},
+        {"temperature": 0.8},
+        {"top_p": 0.9},
+        {"temperature": 0, "repetition_penalty": 1.2},
+    )
+    params = [
+        SamplingParams(max_tokens=5 + 2 * i, seed=i, ignore_eos=True, **kinds[i % 4])
+        for i in range(11)
+    ]
+    choices: dict[str, Any] = {"dtype": "float32", "kv_cache_bytes": 16 << 20, "max_running": 16}
+    on_cpu = LLM(GOLDEN / "ckpt", device="cpu", **choices).generate(prompts, params)
+    llm = LLM(GOLDEN / "ckpt", device="cuda", cuda_graphs=cuda_graphs, **choices)
+    llm.generate(prompts, params)  # whatever is made at a first call
+    launches_without_waiting(llm, monkeypatch)
+    together = llm.generate(prompts, params)
+    torch.use_deterministic_algorithms(True)
+    for i, (got, want) in enumerate(zip(together, on_cpu, strict=True)):
+        assert got.outputs[0].error is None
+        if i % 4 in (0, 3):
+            assert got.outputs[0].token_ids == want.outputs[0].token_ids, i
+
+
+def test_graphs_that_cannot_be_captured_are_refused():
+    with pytest.raises(Refused, match="decode on backend reference"):
+        LLM(DEMO, device="cuda", attention="reference", cuda_graphs=4, kv_cache_bytes=16 << 20)

@@ -70,17 +70,18 @@ def dense(made: MlaAttention, x: Tensor) -> tuple[Tensor, Tensor]:
     """(output, cache rows) of a whole sequence, one head after another."""
     w = {name: p.double() for name, p in made.named_parameters()}
     x, positions = x.double(), torch.arange(len(x))
-    row = x @ w["kv_a_proj.weight"].T
+    rows = x @ w["qkv_a_proj.weight"].T
+    row = rows[:, H * (N + P) :]
     latent = row[:, :R] / (row[:, :R].pow(2).mean(-1, keepdim=True) + 0.3).sqrt()
     latent = latent * w["kv_a_norm.weight"]
     k_pe = turned(row[:, R:], positions)
     future = torch.ones(len(x), len(x)).triu(1).bool()
     heads = []
     for h in range(H):
-        q = x @ w["q_proj.weight"].view(H, N + P, M)[h].T
+        q = rows[:, h * (N + P) : (h + 1) * (N + P)]
         q = torch.cat((q[:, :N], turned(q[:, N:], positions)), -1)
-        k = torch.cat((latent @ w["k_b_proj.weight"].view(H, N, R)[h].T, k_pe), -1)
-        v = latent @ w["v_b_proj.weight"].view(H, E, R)[h].T
+        key, value = w["kv_b_proj.weight"].view(H, N + E, R)[h].split((N, E))
+        k, v = torch.cat((latent @ key.T, k_pe), -1), latent @ value.T
         scores = (q @ k.T / (N + P) ** 0.5).masked_fill(future, -torch.inf)
         heads.append(scores.softmax(-1) @ v)
     return torch.cat(heads, -1) @ w["o_proj.weight"].T, torch.cat((latent, k_pe), -1)
@@ -114,7 +115,11 @@ class Bench:
         )
 
     def run(self, x: Tensor, ctx: ForwardContext) -> Tensor:
-        return self.layer(x, make_rotary(ctx.positions, TEXT.rope), mla_context(ctx, self.forms))
+        return self.attend(x, mla_context(ctx, self.forms))
+
+    def attend(self, x: Tensor, ctx: ForwardContext) -> Tensor:
+        row = self.layer.qkv_a_proj(x)
+        return self.layer(row, make_rotary(ctx.positions, TEXT.rope), ctx)
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -151,7 +156,7 @@ def test_keys_expanded_in_pieces_are_the_whole(prefix: int, piece: int) -> None:
     ctx = bench.context(prefix, 17, decode=False)
     assert ctx.prefill is not None
     ctx = replace(ctx, prefill=with_chunks(ctx.prefill, piece))
-    got = bench.layer(x[prefix:], make_rotary(ctx.positions, TEXT.rope), ctx)
+    got = bench.attend(x[prefix:], ctx)
     want, _ = dense(bench.layer, x)
     torch.testing.assert_close(got.double(), want[prefix:], atol=1e-5, rtol=1e-5)
 
@@ -160,7 +165,7 @@ def test_expanding_without_pieces_is_an_error_of_ours() -> None:
     bench, x = Bench(MlaForms()), hidden(5)
     ctx = bench.context(0, 5, decode=False)
     with pytest.raises(AssertionError, match="mla_context"):
-        bench.layer(x, make_rotary(ctx.positions, TEXT.rope), ctx)
+        bench.attend(x, ctx)
 
 
 @pytest.mark.parametrize("forms", [MlaForms(prefill=p, decode=d) for p in FORMS for d in FORMS])

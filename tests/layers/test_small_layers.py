@@ -10,6 +10,7 @@ from vitrail.layers.linear import GatedMlp, Linear, parameter, torch_dtype
 from vitrail.layers.moe import MoeLayer
 from vitrail.layers.norm import RmsNorm
 from vitrail.layers.rotary import make_rotary
+from vitrail.ops.moe.naive import naive_route
 
 
 def drawn(module: nn.Module, std: float = 0.3) -> nn.Module:
@@ -55,6 +56,17 @@ def test_norm_without_a_residual_starts_one() -> None:
     assert torch.equal(again, norm(x + x))
 
 
+def test_a_norm_into_a_linear_layer_is_both() -> None:
+    norm, x = drawn(RmsNorm(6, 1e-5, torch.float32)), torch.randn(3, 6)
+    linear = drawn(Linear(6, 5, torch.float32))
+    projected, residual = norm.add_into(linear, x, None)
+    assert residual is x
+    assert torch.equal(projected, linear(norm(x)))
+    again, total = norm.add_into(linear, x, residual)
+    assert torch.equal(total, x + x)
+    assert torch.equal(again, linear(norm(x + x)))
+
+
 def test_rotary_depends_on_the_absolute_position_alone() -> None:
     rope = RopeConfig(theta=8e5, dim=6, interleaved=True)
     x = torch.randn(4, 2, 6)
@@ -76,6 +88,9 @@ def test_rotary_products_depend_on_the_distance() -> None:
         torch.testing.assert_close(diagonal, diagonal[:1].expand_as(diagonal), atol=1e-5, rtol=0)
 
 
+GATE, UP = slice(0, 5), slice(5, 10)
+
+
 def moe(num_shared: int) -> MoeConfig:
     return MoeConfig(
         num_experts=6,
@@ -89,23 +104,25 @@ def moe(num_shared: int) -> MoeConfig:
 
 
 def test_shared_experts_are_added_to_the_routed() -> None:
+    """As published: one gated MLP of their widths together, next to the routed experts."""
     made, x = drawn(MoeLayer(7, moe(2), torch.float32)), torch.randn(9, 7)
     scores = (x @ made.router.weight.T).sigmoid()
     chosen = (scores + made.router.bias).topk(2).indices
     weights = scores.gather(1, chosen)
     weights = 2.446 * weights / weights.sum(-1, keepdim=True)
-    want = made.shared(x).clone()
+    gate, up = (torch.cat([made.gate_up[e, half] for e in (6, 7)]) for half in (GATE, UP))
+    down = torch.cat([made.down[6], made.down[7]], 1)
+    want = (F.silu(x @ gate.T) * (x @ up.T)) @ down.T
     for t in range(9):
         for weight, e in zip(weights[t], chosen[t].tolist(), strict=True):
             gate, up = (made.gate_up[e] @ x[t]).split(5)
             want[t] += weight * (made.down[e] @ (F.silu(gate) * up))
     torch.testing.assert_close(made(x), want, atol=1e-5, rtol=1e-5)
-    assert made.shared.down_proj.weight.shape == (7, 10)
 
 
 def test_without_shared_experts_there_are_only_the_routed() -> None:
     made = drawn(MoeLayer(7, moe(0), torch.float32))
-    assert made.shared is None
+    assert len(made.gate_up) == len(made.down) == 6
     made.down.zero_()
     assert torch.equal(made(torch.randn(3, 7)), torch.zeros(3, 7))
 
@@ -113,12 +130,17 @@ def test_without_shared_experts_there_are_only_the_routed() -> None:
 def test_the_router_computes_in_fp32_under_bf16_weights() -> None:
     """Scores that bf16 cannot tell apart (it has 8 bits) choose by what fp32 sees."""
     made = drawn(MoeLayer(8, moe(1), torch.bfloat16))
-    made.router.weight.zero_()
-    made.router.bias.zero_()
-    made.router.weight[4, 0], made.router.weight[1, 0] = 1.0002, 1.0001
+    router = made.router
+    router.weight.zero_()
+    router.bias.zero_()
+    router.weight[4, 0], router.weight[1, 0] = 1.0002, 1.0001
     x = torch.zeros(1, 8, dtype=torch.bfloat16)
     x[0, 0] = 1
-    assert made.router(x).expert_ids.tolist() == [[4, 1]]
-    made.router.weight[1, 0] = 1.0003
-    assert made.router(x).expert_ids.tolist() == [[1, 4]]
+
+    def chosen() -> list[list[int]]:
+        return naive_route(x, router.weight, router.bias, router.choice).expert_ids.tolist()
+
+    assert chosen() == [[4, 1, 6]]
+    router.weight[1, 0] = 1.0003
+    assert chosen() == [[1, 4, 6]]
     assert made(x).dtype == torch.bfloat16

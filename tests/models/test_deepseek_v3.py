@@ -4,10 +4,12 @@ import copy
 from typing import Any
 
 import pytest
+import torch
 
 from tests.models.cases import DEEPSEEK
 from vitrail.config.finding import Finding
-from vitrail.models.deepseek_v3 import KV_NORM_EPS, read_config
+from vitrail.models.deepseek_v3 import KV_NORM_EPS, build, read_config, weight_map
+from vitrail.weights.sharding import Layout
 
 
 def changed(**values: Any) -> dict[str, Any]:
@@ -121,3 +123,35 @@ def test_two_thetas_that_differ_are_refused() -> None:
     assert finding.where == "config.json: rope_theta"
     (finding,) = findings(changed(rope_parameters={"rope_theta": 8e5, "rope_type": "yarn"}))
     assert finding.where == "config.json: rope_parameters: rope_type"
+
+
+@pytest.mark.parametrize("ranks", [1, 5])
+def test_ranks_share_the_heads_and_each_make_whole_cache_rows(ranks: int) -> None:
+    """Five heads; the matrix of queries and latents, cut."""
+    config = read_config(DEEPSEEK, {})
+    assert not isinstance(config, list)
+    (row,) = (r for r in weight_map(config).rows if any("qkv_a_proj" in p for p in r.parameters))
+    with torch.device("meta"):
+        whole = dict(build(config, "float32").named_parameters())[row.parameters[0].format(layer=1)]
+    text = config.text
+    queries, latent = text.num_heads * text.head_dim, 17 + 6
+    assert whole.shape == (queries + latent, text.hidden_size)
+    kept: list[int] = []
+    for rank in range(ranks):
+        layout = Layout(rank=rank, size=ranks)
+        cut = row.rules[0].cut("qkv_a", tuple(whole.shape), (queries, latent), layout)
+        assert not isinstance(cut, Finding)
+        rows = [r for span in cut.spans for r in range(span.start, span.stop)]
+        assert cut.shape == (len(rows), text.hidden_size)
+        assert rows[-latent:] == list(range(queries, queries + latent))
+        kept += rows[:-latent]
+    assert kept == list(range(queries))
+
+
+def test_a_layout_that_splits_a_head_is_refused() -> None:
+    config = read_config(DEEPSEEK, {})
+    assert not isinstance(config, list)
+    (row,) = (r for r in weight_map(config).rows if any("qkv_a_proj" in p for p in r.parameters))
+    found = row.rules[0].cut("qkv_a", (98, 40), (75, 23), Layout(rank=0, size=2))
+    assert isinstance(found, Finding)
+    assert "5 units of 15" in found.saw

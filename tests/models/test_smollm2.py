@@ -5,10 +5,12 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.models.nvila.smollm2 import IMAGE, write_smollm2_nvila
 from tests.smollm2 import smollm2_path
 from tests.weights.gguf_files import as_qwen2
 from vitrail import LLM, SamplingParams
@@ -120,3 +122,45 @@ def test_the_same_weights_as_qwen2_with_zero_biases_say_the_same(llm: LLM, tmp_p
     assert generated(qwen2, [1], 12) == [GREEDY[1][:12]]
     difference = abs(llm.score(PROMPTS[1]) - qwen2.score(PROMPTS[1])).max()
     assert difference <= 1e-5
+
+
+def as_nvila(folder: Path, *, lite: bool) -> LLM:
+    made = write_smollm2_nvila(smollm2_path(), folder, lite=lite)
+    llm = LLM(made, device="cpu", kv_cache_bytes=128 << 20, page_size=16, max_running=32)
+    (made / "model.safetensors").unlink()  # half a gigabyte
+    return llm
+
+
+def nvila_says_the_same(nvila: LLM, llm: LLM, which: list[int], count: int) -> None:
+    """Beside a request with a picture, whose answer is another."""
+    picture = np.random.default_rng(0).integers(0, 256, (28, 28, 3), dtype=np.uint8)
+    seen = {"prompt_token_ids": [*PROMPTS[0], IMAGE], "images": [picture]}
+    params = SamplingParams(max_tokens=count, temperature=0, ignore_eos=True)
+    prompts = [*({"prompt_token_ids": PROMPTS[i]} for i in which), seen]
+    out = [each.outputs[0] for each in nvila.generate(prompts, params)]
+    want = [GREEDY[i][:count] for i in which]
+    assert [each.token_ids for each in out[:-1]] == want
+    assert out[-1].error is None
+    assert out[-1].token_ids != out[0].token_ids
+    decode = llm.preparer.tokenizer.decode
+    assert [each.text for each in out[:-1]] == [decode(ids) for ids in want]
+
+
+def test_as_nvila_s_decoder_the_same_weights_say_the_same(llm: LLM, tmp_path: Path) -> None:
+    """`llm.*` of a folder with a tower and projector of random weights."""
+    nvila = as_nvila(tmp_path, lite=False)
+    nvila_says_the_same(nvila, llm, [0, 1], 8)
+    assert abs(llm.score(PROMPTS[0]) - nvila.score(PROMPTS[0])).max() <= 1e-5
+    params = SamplingParams(max_tokens=10, temperature=0)
+    question = [{"role": "user", "content": "What is the capital of France?"}]
+    (out,) = nvila.chat(question, params)
+    assert out.outputs[0].text == "The capital of France is Paris."
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("lite", [False, True])
+def test_as_nvila_s_decoder_every_prompt_says_the_same(
+    llm: LLM, tmp_path: Path, lite: bool
+) -> None:
+    nvila_says_the_same(as_nvila(tmp_path, lite=lite), llm, list(range(len(PROMPTS))), 24)

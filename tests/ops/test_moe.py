@@ -4,9 +4,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from vitrail.ops.dispatch import Experts, select_experts
+from vitrail.ops.dispatch import Experts, select_mixture
 from vitrail.ops.moe.grouped import grouped_experts, segmented_experts
-from vitrail.ops.moe.naive import Routing, naive_experts, route
+from vitrail.ops.moe.naive import Routing, naive_experts, naive_route, route
+from vitrail.ops.moe.plan import Choice
 
 HIDDEN, INNER = 24, 16  # whole 16 bytes in bf16
 
@@ -112,35 +113,27 @@ def test_bf16_is_as_close_to_fp32_as_the_definition_is(fast: Experts) -> None:
     assert (fast(*low).float() - exact).abs().max() <= 2 * error
 
 
-def test_on_a_gpu_nothing_that_reads_its_segments_back_is_selected() -> None:
-    cpu, cuda = torch.device("cpu"), torch.device("cuda")
-    assert select_experts(cpu, torch.float32, (2048, 1408)) is segmented_experts
-    assert select_experts(cuda, torch.bfloat16, (2048, 1408)) is grouped_experts
-    assert select_experts(cuda, torch.bfloat16, (2048, 1404)) is naive_experts
-    assert select_experts(cuda, torch.float32, (2048, 1408)) is naive_experts
+CHOICE = Choice(top_k=3, num_shared=2, normalize=True, scaling=2.446)
 
 
-@pytest.mark.gpu
-@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
-@pytest.mark.parametrize(
-    ("dtype", "experts"), [(torch.bfloat16, grouped_experts), (torch.float32, naive_experts)]
-)
-def test_on_a_gpu_nothing_is_read_back(dtype: torch.dtype, experts: Experts) -> None:
-    """The published shape: 64 experts, 6 a token; CUDA raises at any synchronisation."""
-    torch.manual_seed(5)
-    device = torch.device("cuda")
-    x = torch.randn(37, 2048, device=device)
-    gate_up = torch.randn(64, 2816, 2048, device=device) / 2048**0.5
-    down = torch.randn(64, 2048, 1408, device=device) / 1408**0.5
-    got = route(torch.randn(37, 64, device=device), torch.zeros(64, device=device), 6, True, 2.446)
-    exact = naive_experts(x, got, gate_up, down)
-    low = x.to(dtype), got, gate_up.to(dtype), down.to(dtype)
-    error = (naive_experts(*low).float() - exact).abs().max()
-    assert select_experts(device, dtype, (2048, 1408)) is experts
-    experts(*low)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        out = experts(*low)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    assert (out.float() - exact).abs().max() <= 2 * error
+def test_shared_experts_follow_the_routed_with_weight_1() -> None:
+    torch.manual_seed(4)
+    x, router, bias = torch.randn(5, HIDDEN), torch.randn(7, HIDDEN), torch.randn(7)
+    got = naive_route(x, router, bias, CHOICE)
+    want = route(x @ router.T, bias, 3, True, 2.446)
+    assert torch.equal(got.expert_ids[:, :3], want.expert_ids)
+    assert got.expert_ids[:, 3:].tolist() == [[7, 8]] * 5
+    torch.testing.assert_close(got.weights[:, :3], want.weights, atol=0, rtol=0)
+    assert torch.equal(got.weights[:, 3:], torch.ones(5, 2))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_mixture_on_the_host_is_its_router_and_its_experts(dtype: torch.dtype) -> None:
+    torch.manual_seed(6)
+    gate_up, down = (w.to(dtype) for w in weights(9))
+    x, router, bias = torch.randn(5, HIDDEN).to(dtype), torch.randn(7, HIDDEN), torch.randn(7)
+    run = select_mixture(torch.device("cpu"), dtype, (HIDDEN, INNER))
+    want = naive_experts(x, naive_route(x, router, bias, CHOICE), gate_up, down)
+    got = run(x, router, bias, CHOICE, gate_up, down)
+    limit = 1e-5 if dtype == torch.float32 else 0.1
+    torch.testing.assert_close(got, want, atol=limit, rtol=limit)

@@ -3,6 +3,8 @@
 import pytest
 import torch
 
+from tests.ops.kernels import interpreted
+from vitrail.ops.norm import triton
 from vitrail.ops.norm.naive import add_rms_norm, rms_norm
 
 EPS = 1e-5
@@ -41,3 +43,30 @@ def test_add_rms_norm_is_addition_then_norm() -> None:
     normed, total = add_rms_norm(x, residual, weight, EPS)
     assert torch.equal(total, x + residual)
     torch.testing.assert_close(normed.double(), exact(total, weight), atol=1e-6, rtol=1e-6)
+
+
+@interpreted
+@pytest.mark.parametrize("shape", [(1, 1), (5, 33), (3, 1100), (0, 33)])
+def test_the_kernels_are_the_definitions(shape: tuple[int, int]) -> None:
+    torch.manual_seed(3)
+    tokens, channels = shape
+    x = torch.randn(tokens, channels + 5)[:, :channels] * 3  # rows of a wider tensor
+    residual, weight = torch.randn(tokens, channels + 2)[:, 2:], torch.randn(channels)
+    want = rms_norm(x, weight, EPS)
+    torch.testing.assert_close(triton.rms_norm(x, weight, EPS), want, atol=2e-6, rtol=2e-6)
+    got, total = triton.add_rms_norm(x, residual, weight, EPS)
+    want, sum_ = add_rms_norm(x, residual, weight, EPS)
+    assert torch.equal(total, sum_)
+    torch.testing.assert_close(got, want, atol=2e-6, rtol=2e-6)
+
+
+@interpreted
+def test_the_kernel_rounds_as_the_definition() -> None:
+    """The sum before its norm, the norm once."""
+    torch.manual_seed(4)
+    x, residual = torch.randn(2, 9, 129).half().unbind(0)
+    weight = torch.randn(129).half()
+    got, total = triton.add_rms_norm(x, residual, weight, EPS)
+    want, sum_ = add_rms_norm(x, residual, weight, EPS)
+    assert torch.equal(total, sum_)
+    assert (got != want).float().mean() < 0.002

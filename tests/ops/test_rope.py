@@ -7,10 +7,20 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.ops.kernels import interpreted
 from vitrail.config.model import LinearScaling, Llama3Scaling, YarnScaling
+from vitrail.ops.rope import triton
 from vitrail.ops.rope.naive import rope_table, rope_table_2d, rotate
 
 CPU = torch.device("cpu")
+YARN = YarnScaling(
+    factor=4.0,
+    attention_factor=1.25,
+    beta_fast=32.0,
+    beta_slow=1.0,
+    original_max_position=4096,
+    truncate=True,
+)
 
 
 def turned(x, angles, interleaved):
@@ -145,3 +155,14 @@ def test_a20_pair_2i_turns_by_column_and_pair_2i_plus_1_by_row():
 def test_d27_tables_of_nothing_are_empty():
     assert rope_table_2d([], 12, 1e4, CPU)[0].shape == (0, 6)
     assert rope_table(torch.zeros(0, dtype=torch.long), 12, 1e4)[0].shape == (0, 6)
+
+
+@interpreted
+@pytest.mark.parametrize("scaling", [None, LinearScaling(factor=4.0), YARN], ids=str)
+@pytest.mark.parametrize("tokens", [0, 1, 37])
+def test_the_kernel_is_the_definition(tokens, scaling):
+    positions = torch.randperm(131072, generator=torch.Generator().manual_seed(7))[:tokens]
+    got = triton.rope_table(positions, 22, 8e5, scaling)
+    for mine, want in zip(got, rope_table(positions, 22, 8e5, scaling), strict=True):
+        assert mine.shape == want.shape
+        torch.testing.assert_close(mine, want, atol=1e-6, rtol=1e-6)

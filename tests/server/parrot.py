@@ -65,6 +65,7 @@ def main(fd: int) -> None:
         encoder_patches=1 << 12,
         kv_tokens=1 << 20,
         patch_rules=PatchRules(patch_size=14, merge=2),
+        video_frames=8,
     )
     channel.send(Ready(facts=facts))
     speakers: dict[str, Speaker] = {}

@@ -16,6 +16,9 @@ from tests.server.sse import ask, chat_body
 from tests.vision.test_video import slow
 
 LONG = {"ignore_eos": True, "max_tokens": 7000}
+# Steps of the engine, of which it makes 300 a second and more with a core to itself: a clock
+# that runs as slowly as everything else does on a loaded machine.
+AT_ONCE = 200
 
 
 @pytest.fixture(autouse=True)
@@ -44,14 +47,16 @@ def test_b41_leaving_while_tokens_come(each_server: Served, stream: bool, n: int
     before = each_server.metric('vitrail_choices_total{reason="abort"}')
     body = json.dumps(chat_body(stream=stream, n=n, **LONG)).encode()
     sock = each_server.connect(body, "/v1/chat/completions")
-    wait_until(lambda: running(each_server) == n, 10)
+    wait_until(lambda: running(each_server) == n, 30)
     if stream:
         assert b"200" in sock.recv(1 << 12)
+    steps = each_server.engine()["steps_total"]
     if reset:
         hang_up(sock)
     else:
         sock.close()
-    each_server.settled(1)
+    each_server.settled(30)
+    assert each_server.engine()["steps_total"] <= steps + AT_ONCE
     assert each_server.metric('vitrail_choices_total{reason="abort"}') == before + n
 
 
@@ -62,9 +67,9 @@ def test_b41_leaving_before_prefill_ends(each_server: Served, stream: bool):
     steps = each_server.engine()["steps_total"]
     body = json.dumps({"prompt": prompt, "stream": stream, "max_tokens": 9}).encode()
     sock = each_server.connect(body, "/v1/completions")
-    wait_until(lambda: running(each_server) == 1, 5)
+    wait_until(lambda: running(each_server) == 1, 30)
     hang_up(sock)
-    each_server.settled(1)
+    each_server.settled(30)
     assert each_server.metric("vitrail_generation_tokens_total") == made
     assert steps < each_server.engine()["steps_total"] < steps + 30
 

@@ -368,6 +368,56 @@ def test_experts_can_be_cut_between_experts() -> None:
     assert found[0].change == "use a size of 1, 2, 3, 6"
 
 
+SHARED_ROWS = tuple(
+    Experts(
+        checkpoints=tuple(f"{stem}.{x}" for stem in ("e.{expert}", "shared") for x in kinds),
+        parameter="_".join(kinds),
+        num_experts=3,
+        num_shared=2,
+        dim=dim,
+        shard=Shard(dim=dim + 1),
+    )
+    for kinds, dim in ((("gate", "up"), 0), (("down",), 1))
+)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_shared_experts_are_stacked_after_the_numbered(size: int) -> None:
+    """Each rank holds its part of every expert's intermediate channels (4), shared ones too."""
+    stored = {f"e.{e}.{x}": torch.randn(4, 5) for e in range(3) for x in ("gate", "up")}
+    stored |= {f"e.{e}.down": torch.randn(5, 4) for e in range(3)}
+    stored |= {"shared.gate": torch.randn(8, 5), "shared.up": torch.randn(8, 5)}
+    stored |= {"shared.down": torch.randn(5, 8)}
+    gates = [*(stored[f"e.{e}.gate"] for e in range(3)), *stored["shared.gate"].split(4)]
+    ups = [*(stored[f"e.{e}.up"] for e in range(3)), *stored["shared.up"].split(4)]
+    downs = [*(stored[f"e.{e}.down"] for e in range(3)), *stored["shared.down"].split(4, 1)]
+    specs = {"gate_up": (5, 8, 5), "down": (5, 5, 4)}
+    specs = {name: ParameterSpec(shape, "float32") for name, shape in specs.items()}
+    for rank in range(size):
+        layout = Layout(rank=rank, size=size)
+        plan = resolve(WeightMap(rows=SHARED_ROWS), in_memory(stored), specs, layout)
+        assert isinstance(plan, LoadPlan)
+        filled = {n: torch.full(p.shape, torch.nan) for n, p in plan.parameters.items()}
+        for read in plan.reads:
+            source = stored[read.tensor][tuple(slice(*i) for i in read.source)]
+            filled[read.parameter][tuple(slice(*i) for i in read.target)] = source
+        mine = slice(rank * 4 // size, (rank + 1) * 4 // size)
+        want = torch.stack([torch.cat([g[mine], u[mine]]) for g, u in zip(gates, ups, strict=True)])
+        assert torch.equal(filled["gate_up"], want)
+        assert torch.equal(filled["down"], torch.stack(downs)[:, :, mine])
+
+
+def test_a_shared_expert_of_another_width_is_refused() -> None:
+    stored = {f"e.{e}.down": torch.empty(5, 4) for e in range(3)} | {
+        "shared.down": torch.empty(5, 4)
+    }
+    found = refused(
+        stored, WeightMap(rows=SHARED_ROWS[1:]), {"down": ParameterSpec((5, 5, 4), "float32")}
+    )
+    assert [(f.code, f.where) for f in found] == [("wrong_shape", "shared.down")]
+    assert "[5, 8] fills parameter down [5, 5, 4]" in found[0].rule
+
+
 # The map itself.
 
 

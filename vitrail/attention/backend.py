@@ -3,15 +3,18 @@
 Legend: T packed queries, S packed keys, H query heads, K key heads, D head_dim, E head_dim_v,
 N pages, P page size, C latent rank + rotary channels, R latent rank."""
 
+from collections.abc import Callable, Sequence
 from functools import cache
 from importlib import import_module
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
+import numpy as np
 from jaxtyping import Float
 from torch import Tensor
 
 from vitrail.attention.metadata import PagedMetadata, VarlenMetadata
 from vitrail.attention.plan import BACKENDS, AttentionPlan
+from vitrail.attention.records import Lengths
 from vitrail.config.model import KvScales
 
 UNSCALED = KvScales()
@@ -26,10 +29,23 @@ class Attended(NamedTuple):
     lse: Float[Tensor, "T H"]
 
 
+class Sent(NamedTuple):
+    """What a batch's work is made of: `arrays` for the device, and `place`, which makes it of its
+    metadata and of them, once they are there."""
+
+    arrays: tuple[np.ndarray, ...]
+    place: Callable[[Any, Sequence[Tensor]], object]
+
+
 @runtime_checkable
 class AttentionBackend(Protocol):
     """Runs plans that name it. Every element of the result is written; nothing past a length is
     read; nothing is asked of the device."""
+
+    def pack(self, plan: AttentionPlan, lengths: Lengths) -> Sent | None:
+        """The work of a batch, for whoever sends it with other numbers; without it (None: ever) it
+        is made by the first layer that runs. `place` puts nothing into the metadata."""
+        ...
 
     def varlen(
         self,

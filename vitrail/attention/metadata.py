@@ -9,13 +9,14 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from jaxtyping import Int, Shaped
 from torch import Tensor
 
 from vitrail.attention.plan import AttentionPlan
+from vitrail.attention.records import Lengths
 from vitrail.config.finding import Finding, Refused
 
 # Keys that a layer expands at once (expanded MLA prefill): bounds its workspace.
@@ -139,6 +140,14 @@ class PagedMetadata:
         return max(self.kv_lens, default=0)
 
 
+def lengths_of(meta: VarlenMetadata | PagedMetadata) -> Lengths:
+    """What the host knows of it."""
+    if isinstance(meta, VarlenMetadata):
+        return Lengths(meta.q_lens, meta.kv_lens, meta.q_starts, False)
+    starts = tuple(kv - q for q, kv in zip(meta.q_lens, meta.kv_lens, strict=True))
+    return Lengths(meta.q_lens, meta.kv_lens, starts, True)
+
+
 def varlen_metadata(
     q_lens: Sequence[int],
     device: torch.device,
@@ -186,40 +195,84 @@ def prefix_sums(lengths: Sequence[int], device: torch.device) -> Int[Tensor, "B1
     return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
 
 
-def with_chunks(meta: PagedMetadata, max_tokens: int = CHUNK_TOKENS) -> PagedMetadata:
-    """`meta` with its packed keys cut every `max_tokens`. Made once a step, for all layers; asks
-    nothing of the device."""
+class ChunkCut(NamedTuple):
+    """A `KvChunk` on the host: packed keys [start, stop), queries, and what its `meta` is of."""
+
+    start: int
+    stop: int
+    q_start: int
+    q_stop: int
+    lengths: Lengths
+
+
+def cut_chunks(
+    q_lens: Sequence[int], kv_lens: Sequence[int], max_tokens: int = CHUNK_TOKENS
+) -> list[ChunkCut]:
+    """Packed keys cut every `max_tokens`."""
     assert max_tokens >= 1, max_tokens
-    slots_S = key_slots(meta)
-    edges = list(accumulate(meta.kv_lens, initial=0))
-    rows = list(accumulate(meta.q_lens, initial=0))
-    chunks: list[KvChunk] = []
+    edges = list(accumulate(kv_lens, initial=0))
+    rows = list(accumulate(q_lens, initial=0))
+    cuts: list[ChunkCut] = []
     for start in range(0, edges[-1], max_tokens):
         stop = min(start + max_tokens, edges[-1])
         touched = range(bisect_right(edges, start) - 1, bisect_left(edges, stop))
         begins = [max(start, edges[i]) for i in touched]
         ends = [min(stop, edges[i + 1]) for i in touched]
-        q_lens = [meta.q_lens[i] for i in touched]
-        kv_lens = [end - begin for begin, end in zip(begins, ends, strict=True)]
-        q_starts = [
-            edges[i + 1] - meta.q_lens[i] - begin for i, begin in zip(touched, begins, strict=True)
-        ]
-        chunks.append(
-            KvChunk(
-                slots=slots_S[start:stop],
-                q_start=rows[touched.start],
-                q_stop=rows[touched.stop],
-                meta=varlen_metadata(q_lens, slots_S.device, kv_lens, q_starts),
-            )
+        lengths = Lengths(
+            q_lens=tuple(q_lens[i] for i in touched),
+            kv_lens=tuple(end - begin for begin, end in zip(begins, ends, strict=True)),
+            q_starts=tuple(
+                edges[i + 1] - q_lens[i] - begin for i, begin in zip(touched, begins, strict=True)
+            ),
+            paged=False,
         )
-    return replace(meta, chunks=tuple(chunks))
+        cuts.append(ChunkCut(start, stop, rows[touched.start], rows[touched.stop], lengths))
+    return cuts
 
 
-def key_slots(meta: PagedMetadata) -> Int[Tensor, "S"]:
-    """int64 slots of all keys of all sequences, packed in order. Reads only live table entries."""
+def place_chunks(
+    meta: PagedMetadata,
+    cuts: Sequence[ChunkCut],
+    edges_B1: Int[Tensor, "B1"],
+    sums: Sequence[tuple[Tensor, Tensor]],
+) -> PagedMetadata:
+    """`meta` in the pieces of `cuts`. `edges`: prefix sums of its keys; `sums`: of each piece's
+    queries and keys. Asks nothing of the device."""
+    slots_S = key_slots(meta, edges_B1)
+    chunks = tuple(
+        KvChunk(
+            slots=slots_S[c.start : c.stop],
+            q_start=c.q_start,
+            q_stop=c.q_stop,
+            meta=VarlenMetadata(
+                q_lens=c.lengths.q_lens,
+                kv_lens=c.lengths.kv_lens,
+                q_starts=c.lengths.q_starts,
+                cu_q=cu_q,
+                cu_kv=cu_kv,
+            ),
+        )
+        for c, (cu_q, cu_kv) in zip(cuts, sums, strict=True)
+    )
+    return replace(meta, chunks=chunks)
+
+
+def with_chunks(meta: PagedMetadata, max_tokens: int = CHUNK_TOKENS) -> PagedMetadata:
+    """`meta` with its packed keys cut every `max_tokens`, for whoever has no parcel to send their
+    lengths by."""
+    device, cuts = meta.block_table.device, cut_chunks(meta.q_lens, meta.kv_lens, max_tokens)
+    lengths = [c.lengths for c in cuts]
+    sums = [(prefix_sums(n.q_lens, device), prefix_sums(n.kv_lens, device)) for n in lengths]
+    return place_chunks(meta, cuts, prefix_sums(meta.kv_lens, device), sums)
+
+
+def key_slots(meta: PagedMetadata, edges_B1: Int[Tensor, "B1"] | None = None) -> Int[Tensor, "S"]:
+    """int64 slots of all keys of all sequences, packed in order. Reads only live table entries.
+    `edges`: prefix sums of the keys, where they are at hand."""
     device = meta.block_table.device
     total = sum(meta.kv_lens)
-    edges_B1 = prefix_sums(meta.kv_lens, device).long()
+    if edges_B1 is None:
+        edges_B1 = prefix_sums(meta.kv_lens, device)
     rows_S = torch.repeat_interleave(
         torch.arange(meta.batch, device=device), meta.kv_lens_dev.long(), output_size=total
     )

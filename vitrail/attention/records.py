@@ -4,6 +4,7 @@ what the fields of a record mean; a record of zeros is nothing to do, so that a 
 number of records serves any batch that needs no more."""
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -12,6 +13,9 @@ from numpy.typing import NDArray
 from vitrail.attention.plan import AttentionPlan
 
 Ints = NDArray[np.int64]
+
+# Backends whose launches follow records.
+RECORDED = ("triton", "cute")
 
 ITEM_FIELDS = 9
 COMBINE_FIELDS = 5
@@ -24,6 +28,16 @@ TILE_SPLITS = 16
 COMBINE_SPLITS = 32
 
 
+class Lengths(NamedTuple):
+    """A batch as the host knows it. `q_starts[i]`: the position of sequence i's first query
+    among its keys; `paged`: keys in pages."""
+
+    q_lens: tuple[int, ...]
+    kv_lens: tuple[int, ...]
+    q_starts: tuple[int, ...]
+    paged: bool
+
+
 class Records(NamedTuple):
     """`items` int32 [I, 9], longest first; `combines` int32 [C, 5]; `slots`: partial results."""
 
@@ -34,10 +48,10 @@ class Records(NamedTuple):
 
 def make_records(
     plan: AttentionPlan,
-    q_lens: Sequence[int],
-    kv_lens: Sequence[int],
-    q_starts: Sequence[int],
-    kv_bases: Sequence[int],
+    q_lens: Sequence[int] | Ints,
+    kv_lens: Sequence[int] | Ints,
+    q_starts: Sequence[int] | Ints,
+    kv_bases: Sequence[int] | Ints,
 ) -> Records:
     """Every row of every sequence in one block of `tile_m` rows, every key that a row of the block
     sees in one item of the block; `kv_bases`: block table rows, or first packed key rows."""
@@ -86,6 +100,62 @@ def make_records(
     return Records(items.astype(np.int32), combines.astype(np.int32), int((pieces * split).sum()))
 
 
+def records_of(plan: AttentionPlan, lengths: Lengths) -> Records:
+    """Of a batch whose sequences are the rows of a block table, or whose keys are packed."""
+    q_lens, kv_lens, starts = (np.asarray(x, np.int64).reshape(-1) for x in lengths[:3])
+    if lengths.paged and plan.shape.max_q_len == 1 and q_lens.all():
+        return decode_records(plan, kv_lens, np.arange(len(kv_lens)))
+    bases = np.arange(len(kv_lens)) if lengths.paged else np.cumsum(kv_lens) - kv_lens
+    return make_records(plan, q_lens, kv_lens, starts, bases)
+
+
+def decode_records(plan: AttentionPlan, kv_lens: Ints, kv_bases: Ints) -> Records:
+    """`make_records` of one query a sequence, the last of its keys, in a fraction of its time: what
+    a step of decodes waits for."""
+    site, count = plan.shape.site, len(kv_lens)
+    group = site.num_q_heads // site.num_kv_heads
+    if group > plan.tile_m or not site.causal:
+        return make_records(plan, np.ones_like(kv_lens), kv_lens, kv_lens - 1, kv_bases)
+    page = plan.shape.page_size or 1
+    lo = np.zeros_like(kv_lens)
+    if site.window is not None:
+        lo = np.maximum(kv_lens - 1 - site.window, 0)
+    first_page = lo // page
+    pieces, size = cut(plan, -(-kv_lens // page) - first_page)
+    split = pieces > 1
+    alone = not split.any()
+    block, nth = (np.arange(count), np.zeros_like(kv_lens)) if alone else _repeated(pieces)
+    begin = first_page * page if alone else (first_page[block] + nth * size[block]) * page
+    items = np.empty((len(block), ITEM_FIELDS), np.int32)
+    low, high = np.maximum(begin, lo[block]), kv_lens[block]
+    if not alone:
+        high = np.minimum(begin + size[block] * page, high)
+    slot = np.where(split, np.cumsum(pieces * split) - pieces * split, -1)
+    order = np.argsort(low - high, kind="stable")
+    block, nth = block[order], nth[order]
+    items[:, 0] = block
+    items[:, 1] = 0
+    items[:, 2] = group
+    items[:, 3] = kv_lens[block] - 1
+    items[:, 4] = kv_bases[block]
+    items[:, 5] = low[order]
+    items[:, 6] = high[order]
+    items[:, 7] = -1 if alone else np.where(split[block], slot[block] + nth, -1)
+    items[:, 8] = (nth == 0) & site.sink
+    rows = np.flatnonzero(split)
+    combines = np.zeros((len(rows), COMBINE_FIELDS), np.int32)
+    combines[:, 0], combines[:, 2] = rows, group
+    combines[:, 3], combines[:, 4] = slot[rows], pieces[rows]
+    return Records(items, combines, int(pieces[rows].sum()))
+
+
+def room(plan: AttentionPlan, batch: int) -> tuple[int, int]:
+    """The most items and combines of `batch` sequences of one query, whatever their lengths."""
+    group = plan.shape.site.num_q_heads // plan.shape.site.num_kv_heads
+    blocks = batch * -(-group // plan.tile_m)
+    return (blocks, 0) if plan.max_splits == 1 else (plan.max_items, blocks)
+
+
 def cut(plan: AttentionPlan, pages: Ints) -> tuple[Ints, Ints]:
     """How many items each row block's `pages` become, at least one, and pages an item (its last
     may have fewer). Within the plan's bounds the size is taken for which a launch's rounds times
@@ -104,18 +174,23 @@ def cut(plan: AttentionPlan, pages: Ints) -> tuple[Ints, Ints]:
     smallest = -(-smallest // whole) * whole
     if smallest >= longest:
         return np.ones_like(pages), np.maximum(pages, 1)
-    sizes = np.unique(np.geomspace(smallest, longest, CANDIDATES).astype(np.int64) // whole) * whole
-    sizes = sizes[sizes >= smallest]
-    counts = np.maximum(-(-pages[None] // sizes[:, None]), 1)
-    rounds = -(-counts.sum(1) // max(plan.wave_items, 1))
+    sizes = _candidates(smallest, longest, whole)
+    # Exact: a quotient of such ints is rounded to a whole number only where it is one.
+    counts = np.maximum(np.ceil(pages[None] / sizes[:, None]), 1)
+    rounds = np.ceil(counts.sum(1) / max(plan.wave_items, 1))
     # In tiles: a round's longest item and its start; the combine's start and passes.
     tiles = sizes // whole if whole > 1 else sizes * page / plan.tile_n
     most = counts.max(1)
     cost = rounds * (tiles + START_TILES) + (most > 1) * START_TILES + most / TILE_SPLITS
-    best = int(np.argmin(cost))
-    size = -(-pages // counts[best])
+    size = np.ceil(pages / counts[int(np.argmin(cost))]).astype(np.int64)
     size = np.maximum(-(-size // whole) * whole, 1)
     return np.maximum(-(-pages // size), 1), size
+
+
+@lru_cache(maxsize=1024)
+def _candidates(smallest: int, longest: int, whole: int) -> Ints:
+    sizes = np.unique(np.geomspace(smallest, longest, CANDIDATES).astype(np.int64) // whole) * whole
+    return sizes[sizes >= smallest]
 
 
 def padded(records: Records, num_items: int, num_combines: int) -> Records:

@@ -93,11 +93,28 @@ class KvPool:
         _write(k_NPKD, slots, k_TKD, self._scales[i].k)
         _write(v_NPKE, slots, v_TKE, self._scales[i].v)
 
+    def latent_slots(self, i: int, slots: Int[Tensor, "T"]) -> "LatentSlots":
+        """The place of one row a token in latent layer `i`. Slots of one call are distinct."""
+        return LatentSlots(self, i, slots)
+
     @property
     def total_bytes(self) -> int:
         """Bytes of all layers' pages on the device."""
         pairs = [t for pair in self._paged.values() for t in pair]
         return sum(t.numel() * t.element_size() for t in (*self._latent.values(), *pairs))
+
+
+class LatentSlots:
+    """Slots `slots_T` of a pool's latent layer, for a kernel that fills them itself."""
+
+    def __init__(self, pool: KvPool, layer: int, slots_T: Int[Tensor, "T"]):
+        self._pool, self._layer = pool, layer
+        self.cache_NPC, self.slots_T = pool.latent(layer), slots_T
+        self.scale = pool.scales(layer).k
+
+    def write(self, rows: Float[Tensor, "T C"]) -> None:
+        """Put each row into its slot, as e4m3 where that is what is stored: row / scale."""
+        self._pool.write_latent(self._layer, self.slots_T, rows)
 
 
 def quantized(x: Tensor, scale: float) -> Tensor:

@@ -1,6 +1,6 @@
 """`EngineConfig`: every choice a user has about an engine, validated once and never changed.
 
-At most 24 fields (a test holds it); command-line flags are generated from it, so `help` metadata is
+At most 25 fields (a test holds it); command-line flags are generated from it, so `help` metadata is
 the documentation. What can be derived is derived in a plan, not here.
 """
 
@@ -16,6 +16,7 @@ KvCacheDType = Literal["auto", "fp8_e4m3"]
 Weights = Literal["checkpoint", "random"]
 
 GIB = 1 << 30
+DEFAULT_VIDEO_FRAMES = 8
 
 
 def _opt(default: Any, text: str) -> Any:
@@ -41,7 +42,10 @@ class EngineConfig:
     )
     max_running: int = _opt(256, "requests computed at once")
     max_waiting: int = _opt(4096, "requests queued before new ones get 503")
-    max_step_tokens: int = _opt(2048, "tokens computed in one step (prefill chunks + decodes)")
+    max_step_tokens: int | None = _opt(
+        None,
+        "tokens computed in one step (prefill chunks + decodes); default 2048, 8192 on a GPU",
+    )
     page_size: int = _opt(64, "tokens a page of the KV cache holds")
     kv_cache_bytes: int | None = _opt(
         None, "KV cache size; default 1 GiB on a CPU, what is left on a GPU"
@@ -56,6 +60,9 @@ class EngineConfig:
     encoder_cache_bytes: int = _opt(GIB // 4, "cache of encoded images")
     prefix_cache: bool = _opt(True, "reuse the KV of shared prompt prefixes")
     step_ahead: bool = _opt(True, "launch a step before the previous one's tokens are read")
+    cuda_graphs: int | None = _opt(
+        None, "most decodes of a step that is one CUDA graph; 0: none; default max_running"
+    )
     attention: str | None = _opt(
         None,
         "attention backend of every phase, or refused (cute, fa4 have some alone); default the "
@@ -64,7 +71,10 @@ class EngineConfig:
     max_images: int = _opt(64, "images in one request")
     max_image_pixels: int = _opt(64_000_000, "pixels of one image, from its header")
     max_image_bytes: int = _opt(32 << 20, "encoded bytes of one image or video")
-    video_frames: int = _opt(8, "frames taken from a video, evenly; each counts as an image")
+    video_frames: int | None = _opt(
+        None,
+        "frames taken from a video, evenly, each an image; default the checkpoint's, or 8",
+    )
     image_workers: int = _opt(2, "threads that decode and patch images")
 
 
@@ -88,6 +98,7 @@ def validate(config: EngineConfig) -> list[Finding]:
         "max_model_len": 2,
         "kv_cache_bytes": 1,
         "encoder_patches": 1,
+        "cuda_graphs": 0,
     }
     for name, value in asdict(config).items():
         if name in minimum and value is not None and value < minimum[name]:
@@ -108,15 +119,8 @@ def validate(config: EngineConfig) -> list[Finding]:
                 change="pass --memory-fraction 0.9",
             )
         )
-    if 0 < config.max_images < config.video_frames:  # 0: no pictures at all, and no videos
-        found.append(
-            Finding(
-                where="video_frames",
-                saw=f"{config.video_frames} frames a video, {config.max_images} images a request",
-                rule="the frames of one video are images that fit in a request",
-                change=f"pass --video-frames {config.max_images} or less, or a larger --max-images",
-            )
-        )
+    if config.video_frames is not None and isinstance(made := plan_frames(config, None), list):
+        found += made
     if config.page_size > 256:
         found.append(
             Finding(
@@ -126,7 +130,37 @@ def validate(config: EngineConfig) -> list[Finding]:
                 change="pass --page-size 64",
             )
         )
-    return found
+    return [*found, *_graph_findings(config)]
+
+
+def _graph_findings(config: EngineConfig) -> list[Finding]:
+    if config.device != "cpu" or not config.cuda_graphs:
+        return []
+    return [
+        Finding(
+            where="cuda_graphs",
+            saw=f"{config.cuda_graphs} on a CPU",
+            rule="graphs are captured on a CUDA device",
+            change="leave --cuda-graphs out, or pass --device cuda",
+        )
+    ]
+
+
+def plan_frames(config: EngineConfig, published: int | None) -> int | list[Finding]:
+    """Frames taken from a video: the user's choice, else the checkpoint's (`published`), else
+    `DEFAULT_VIDEO_FRAMES`; or why no request can hold so many."""
+    frames = config.video_frames or published or DEFAULT_VIDEO_FRAMES
+    if not 0 < config.max_images < frames:  # 0: no pictures at all, and no videos
+        return frames
+    whose = "" if config.video_frames or not published else " (the checkpoint's)"
+    return [
+        Finding(
+            where="video_frames",
+            saw=f"{frames} frames a video{whose}, {config.max_images} images a request",
+            rule="the frames of one video are images that fit in a request",
+            change=f"pass --video-frames {config.max_images} or less, or a larger --max-images",
+        )
+    ]
 
 
 def _type_findings(config: EngineConfig) -> list[Finding]:

@@ -216,7 +216,8 @@ VisionConfig = MoonVitConfig | SiglipConfig
 class ModelConfig:
     """A whole checkpoint. `image_token_id` marks image positions in a prompt; it is never sampled,
     and may lie beyond the vocabulary, where its embedding is never read.
-    `eos_token_ids` is the union of config.json, generation_config.json and the model's turn end."""
+    `eos_token_ids` is the union of config.json, generation_config.json and the model's turn end.
+    `video_frames`: how many it was trained to see of a video, None where it does not say."""
 
     architecture: str
     dtype: DType
@@ -226,3 +227,4 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...]
     bos_token_id: int | None
     pad_token_id: int | None
+    video_frames: int | None = None

@@ -1,6 +1,6 @@
 """From a StepPlan's ints to the tensors of one forward pass. Owns the runner's block tables (the
-projection of the cache's page lists) and each row's last sampled token; all of a layout's ints
-travel in one host-to-device copy.
+projection of the cache's page lists, on the host and on the device) and each row's last sampled
+token. A step's ints are packed in a parcel first and found in it on the device afterwards.
 
 Legend: T packed tokens, S sampled rows, B sequences, P pages of the longest sequence."""
 
@@ -18,166 +18,281 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from vitrail.attention.metadata import PagedMetadata
-from vitrail.attention.plan import PlanTable
+from vitrail.attention.backend import Sent, load_backend
+from vitrail.attention.metadata import (
+    ChunkCut,
+    PagedMetadata,
+    VarlenMetadata,
+    cut_chunks,
+    place_chunks,
+)
+from vitrail.attention.plan import AttentionPlan, PlanTable
+from vitrail.attention.records import Lengths
+from vitrail.attention.shape import AttentionSite, Phase
 from vitrail.cache.kv_pool import KvPool
+from vitrail.engine.parcel import Parcel, Received
 from vitrail.engine.step import SequenceStep, StepInputs, StepPlan
 from vitrail.layers.context import ForwardContext
+
+Sites = Sequence[tuple[AttentionSite, Phase]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
     """`token_ids`: int64 [T], prefill ids then each decode's last sampled token. `sample_rows`:
-    int64 [S], the packed index whose hidden state gives each sampled token; `sample_slots` the rows
-    of the sampler's tables."""
+    int64 [S], the packed index whose hidden state gives each sampled token; `sample_slots`: int64
+    [S], its row of the tables."""
 
     token_ids: Int[Tensor, "T"]
     sample_rows: Int[Tensor, "S"]
-    sample_slots: list[int]
+    sample_slots: Int[Tensor, "S"]
     context: ForwardContext
 
 
-class BatchBuilder:
-    """Owns `block_table` (host, one row a slot) and `last_tokens` (device, one a slot)."""
-
-    def __init__(self, *, max_running: int, max_pages: int, page_size: int, device: torch.device):
-        self._block_table = np.zeros((max_running, max_pages), dtype=np.int32)
-        self._page_size = page_size
-        self._device = device
-        self.last_tokens = torch.zeros(max_running, dtype=torch.int64, device=device)
-
-    def build(self, plan: StepPlan, inputs: StepInputs, plans: PlanTable, pool: KvPool) -> Batch:
-        """Apply the plan's new pages to the tables and lay the step out."""
-        for s in (*plan.prefills, *(d for d in plan.decodes if d.new_pages)):
-            end = s.pages_before + len(s.new_pages)
-            self._block_table[s.slot, s.pages_before : end] = s.new_pages
-        rows = _Rows.of(plan.decodes)
-        positions, cache_slots = self._token_layout(plan.prefills, rows)
-        sample_rows, sample_slots = _sampled(plan.prefills, rows)
-        sent = _Parcel()
-        ids_at = sent.add(inputs.token_ids.astype(np.int32))
-        positions_at = sent.add(positions)
-        cache_slots_at = sent.add(cache_slots)
-        sample_at = sent.add(sample_rows)
-        decode_slots_at = sent.add(rows.slots)
-        prefill = self._pack(_Rows.of(plan.prefills), sent)
-        decode = self._pack(rows, sent)
-        got = sent.send(self._device)
-        last = self.last_tokens[got(decode_slots_at).long()]
-        return Batch(
-            token_ids=torch.cat([got(ids_at).long(), last]),
-            sample_rows=got(sample_at).long(),
-            sample_slots=sample_slots,
-            context=ForwardContext(
-                positions=got(positions_at).long(),
-                cache_slots=got(cache_slots_at).long(),
-                num_prefill=len(inputs.token_ids),
-                prefill=prefill(got),
-                decode=decode(got),
-                plans=plans,
-                pool=pool,
-            ),
-        )
-
-    def _token_layout(
-        self, prefills: Sequence[SequenceStep], decodes: "_Rows"
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Absolute position and flat cache slot of every packed token."""
-        chunks = [np.arange(s.start, s.start + s.length, dtype=np.int32) for s in prefills]
-        owners = [np.full(s.length, s.slot, dtype=np.int32) for s in prefills]
-        at = np.concatenate([*chunks, decodes.starts])
-        page, offset = np.divmod(at, self._page_size)
-        table = self._block_table[np.concatenate([*owners, decodes.slots]), page]
-        return at, table * self._page_size + offset
-
-    def _pack(self, rows: "_Rows", sent: "_Parcel") -> "_Metadata":
-        kv_lens = rows.starts + rows.lengths
-        pages = -(-int(kv_lens.max(initial=0)) // self._page_size)
-        return _Metadata(
-            page_size=self._page_size,
-            q_lens=tuple(rows.lengths.tolist()),
-            kv_lens=tuple(kv_lens.tolist()),
-            cu_q=sent.add(np.concatenate([[0], rows.lengths.cumsum(dtype=np.int32)])),
-            kv=sent.add(kv_lens),
-            table=sent.add(self._block_table[rows.slots, :pages]),
-        )
-
-
-class _Rows(NamedTuple):
-    """Sequences of one phase by column, int32 each."""
+class Rows(NamedTuple):
+    """Sequences of one phase by column, int64 each."""
 
     slots: np.ndarray
     starts: np.ndarray
     lengths: np.ndarray
 
     @classmethod
-    def of(cls, steps: Sequence[SequenceStep]) -> "_Rows":
+    def of(cls, steps: Sequence[SequenceStep]) -> "Rows":
         return cls(
-            np.array([s.slot for s in steps], dtype=np.int32),
-            np.array([s.start for s in steps], dtype=np.int32),
-            np.array([s.length for s in steps], dtype=np.int32),
+            np.array([s.slot for s in steps], dtype=np.int64),
+            np.array([s.start for s in steps], dtype=np.int64),
+            np.array([s.length for s in steps], dtype=np.int64),
         )
 
-
-def _sampled(prefills: Sequence[SequenceStep], decodes: _Rows) -> tuple[np.ndarray, list[int]]:
-    """The packed index and the slot of every sampled token: of some chunks, and of all decodes."""
-    ends = list(accumulate(s.length for s in prefills))
-    rows = [end - 1 for s, end in zip(prefills, ends, strict=True) if s.sample]
-    slots = [s.slot for s in prefills if s.sample]
-    first = ends[-1] if ends else 0
-    count = len(decodes.slots)
-    all_rows = np.concatenate([rows, np.arange(first, first + count)])
-    return all_rows.astype(np.int32), slots + decodes.slots.tolist()
-
-
-class _Parcel:
-    """int32 arrays joined into one buffer, so that a step has one host-to-device copy."""
-
-    def __init__(self) -> None:
-        self._arrays: list[np.ndarray] = []
-
-    def add(self, array: np.ndarray) -> int:
-        """The ticket with which the array is fetched after `send`."""
-        self._arrays.append(array)
-        return len(self._arrays) - 1
-
-    def send(self, device: torch.device) -> "_Received":
-        flat = np.concatenate([a.ravel() for a in self._arrays]).astype(np.int32, copy=False)
-        host = torch.from_numpy(flat)
-        if device.type == "cuda":
-            host = host.pin_memory()
-        return _Received(host.to(device, non_blocking=True), [a.shape for a in self._arrays])
-
-
-class _Received:
-    def __init__(self, flat: Tensor, shapes: list[tuple[int, ...]]):
-        sizes = [int(np.prod(s)) for s in shapes]
-        parts = flat.split(sizes)
-        self._parts = [p.view(s) for p, s in zip(parts, shapes, strict=True)]
-
-    def __call__(self, ticket: int) -> Tensor:
-        return self._parts[ticket]
+    @classmethod
+    def of_decodes(cls, steps: Sequence[SequenceStep]) -> "Rows":
+        """As `of`, of one token each."""
+        slots = np.array([s.slot for s in steps], dtype=np.int64)
+        starts = np.array([s.start for s in steps], dtype=np.int64)
+        return cls(slots, starts, np.ones_like(starts))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Metadata:
-    """A phase's metadata between packing (tickets) and arrival (tensors)."""
+class Packed:
+    """A step's layout on its way: tickets, and what stays on the host. `slots`: of the sampled
+    rows."""
 
-    page_size: int
+    slots: np.ndarray
+    num_prefill: int
+    pages: tuple[int, int]
+    token_ids: int
+    positions: int
+    cache_slots: int
+    sample_rows: int
+    sample_slots: int
+    prefill: "_Phase | None"
+    decode: "_Phase | None"
+
+
+class _Work(NamedTuple):
+    """Of a plan, on its way: tickets, and what makes it of them."""
+
+    plan: AttentionPlan
+    sent: Sent
+    tickets: tuple[int, ...]
+
+
+class _Chunk(NamedTuple):
+    """A piece of the keys on its way: prefix sums, int32 [2, B + 1]."""
+
+    cut: ChunkCut
+    sums: int
+    work: tuple[_Work, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Phase:
+    """A phase's sequences on their way; `edges`: prefix sums of the keys, where they are cut."""
+
     q_lens: tuple[int, ...]
     kv_lens: tuple[int, ...]
+    num_pages: int
+    slots: int
     cu_q: int
     kv: int
-    table: int
+    work: tuple[_Work, ...]
+    chunks: tuple[_Chunk, ...]
+    edges: int
 
-    def __call__(self, got: _Received) -> PagedMetadata | None:
-        if not self.q_lens:
-            return None
-        return PagedMetadata(
-            page_size=self.page_size,
-            q_lens=self.q_lens,
-            kv_lens=self.kv_lens,
-            cu_q=got(self.cu_q),
-            kv_lens_dev=got(self.kv),
-            block_table=got(self.table),
+
+class BatchBuilder:
+    """Owns `table` and `last_tokens` (device, one row a slot and one of nobody's, the last), and
+    the table's copy on the host. `sites`: what the model's layers attend by."""
+
+    def __init__(
+        self,
+        *,
+        max_running: int,
+        max_pages: int,
+        page_size: int,
+        device: torch.device,
+        sites: Sites = (),
+    ):
+        self.page_size, self.max_pages, self.max_running = page_size, max_pages, max_running
+        self.table = torch.zeros((max_running + 1, max_pages), dtype=torch.int32, device=device)
+        self.last_tokens = torch.zeros(max_running + 1, dtype=torch.int64, device=device)
+        self._table = np.zeros((max_running, max_pages), dtype=np.int32)
+        self._sites = tuple(sites)
+
+    def pack(self, plan: StepPlan, inputs: StepInputs, plans: PlanTable, sent: Parcel) -> Packed:
+        """Apply the plan's new pages to the host's table and lay the step out."""
+        pages = self.turn_pages(plan)
+        chunks, rows = Rows.of(plan.prefills), Rows.of_decodes(plan.decodes)
+        positions, cache_slots = self._token_layout(chunks, rows)
+        sample_rows, slots = _sampled(plan.prefills, rows)
+        return Packed(
+            slots=slots,
+            num_prefill=len(inputs.token_ids),
+            pages=(sent.add(pages[0]), sent.add(pages[1])),
+            token_ids=sent.add(inputs.token_ids),
+            positions=sent.add(positions),
+            cache_slots=sent.add(cache_slots),
+            sample_rows=sent.add(sample_rows),
+            sample_slots=sent.add(slots),
+            prefill=self._pack(chunks, Phase.EXTEND, plans, sent),
+            decode=self._pack(rows, Phase.DECODE, plans, sent),
         )
+
+    def unpack(self, packed: Packed, got: Received, plans: PlanTable, pool: KvPool) -> Batch:
+        """The device's half, once the parcel is there."""
+        at, pages = (got(ticket) for ticket in packed.pages)
+        self.table.view(-1).index_copy_(0, at, pages)
+        token_ids = got(packed.token_ids)
+        if packed.decode is not None:
+            last = self.last_tokens.index_select(0, got(packed.decode.slots))
+            token_ids = torch.cat([token_ids, last])
+        return Batch(
+            token_ids=token_ids,
+            sample_rows=got(packed.sample_rows),
+            sample_slots=got(packed.sample_slots),
+            context=ForwardContext(
+                positions=got(packed.positions),
+                cache_slots=got(packed.cache_slots),
+                num_prefill=packed.num_prefill,
+                prefill=self._unpack(packed.prefill, got),
+                decode=self._unpack(packed.decode, got),
+                plans=plans,
+                pool=pool,
+            ),
+        )
+
+    def turn_pages(self, plan: StepPlan) -> tuple[np.ndarray, np.ndarray]:
+        """Write the plan's new pages to the host's table: flat places in the table, int64, and
+        pages, int32, for the device's."""
+        at: list[int] = []
+        pages: list[int] = []
+        for s in (*plan.prefills, *plan.decodes):
+            if s.new_pages:
+                first = s.slot * self.max_pages + s.pages_before
+                at += range(first, first + len(s.new_pages))
+                pages += s.new_pages
+        where, new = np.array(at, dtype=np.int64), np.array(pages, dtype=np.int32)
+        self._table.reshape(-1)[where] = new
+        return where, new
+
+    def cache_slots(self, slots: np.ndarray, positions: np.ndarray) -> np.ndarray:
+        """int64: page * page_size + offset of each position of a row of the tables."""
+        page, offset = np.divmod(positions, self.page_size)
+        return self._table[slots, page] * np.int64(self.page_size) + offset
+
+    def _token_layout(self, chunks: Rows, decodes: Rows) -> tuple[np.ndarray, np.ndarray]:
+        """Absolute position and flat cache slot of every packed token, int64."""
+        if not len(chunks.slots):
+            return decodes.starts, self.cache_slots(decodes.slots, decodes.starts)
+        firsts = chunks.lengths.cumsum() - chunks.lengths
+        nth = np.arange(chunks.lengths.sum()) - np.repeat(firsts, chunks.lengths)
+        at = np.concatenate([np.repeat(chunks.starts, chunks.lengths) + nth, decodes.starts])
+        owners = np.concatenate([np.repeat(chunks.slots, chunks.lengths), decodes.slots])
+        return at, self.cache_slots(owners, at)
+
+    def _pack(self, rows: Rows, phase: Phase, plans: PlanTable, sent: Parcel) -> _Phase | None:
+        if not len(rows.slots):
+            return None
+        kv_lens = rows.starts + rows.lengths
+        longest = int(kv_lens.max())
+        q_lens, keys = tuple(rows.lengths.tolist()), tuple(kv_lens.tolist())
+        lengths = Lengths(q_lens, keys, tuple(rows.starts.tolist()), True)
+
+        def select(of: Phase) -> list[AttentionPlan]:
+            sites = (site for site, each in self._sites if each is of)
+            return [plans.select(site, of, len(keys), longest) for site in sites]
+
+        expanded = select(Phase.PREFILL) if phase is Phase.EXTEND else []
+        cuts = cut_chunks(q_lens, keys) if expanded else []
+        return _Phase(
+            q_lens=q_lens,
+            kv_lens=keys,
+            num_pages=-(-longest // self.page_size),
+            slots=sent.add(rows.slots),
+            cu_q=sent.add(_prefix_sums(q_lens)),
+            kv=sent.add(kv_lens.astype(np.int32)),
+            work=_pack_work(select(phase), lengths, sent),
+            chunks=tuple(_pack_chunk(c, expanded, sent) for c in cuts),
+            edges=sent.add(_prefix_sums(keys)) if cuts else -1,
+        )
+
+    def _unpack(self, phase: _Phase | None, got: Received) -> PagedMetadata | None:
+        if phase is None:
+            return None
+        meta = PagedMetadata(
+            page_size=self.page_size,
+            q_lens=phase.q_lens,
+            kv_lens=phase.kv_lens,
+            cu_q=got(phase.cu_q),
+            kv_lens_dev=got(phase.kv),
+            block_table=self.table[:, : phase.num_pages].index_select(0, got(phase.slots)),
+        )
+        if phase.chunks:
+            sums = [(pair[0], pair[1]) for pair in (got(c.sums) for c in phase.chunks)]
+            meta = place_chunks(meta, [c.cut for c in phase.chunks], got(phase.edges), sums)
+            for sent, placed in zip(phase.chunks, meta.chunks, strict=True):
+                _place_work(sent.work, placed.meta, got)
+        _place_work(phase.work, meta, got)
+        return meta
+
+
+def _pack_work(plans: list[AttentionPlan], lengths: Lengths, sent: Parcel) -> tuple[_Work, ...]:
+    packed = [(plan, load_backend(plan.backend).pack(plan, lengths)) for plan in plans]
+    return tuple(
+        _Work(plan, work, tuple(sent.add(a) for a in work.arrays))
+        for plan, work in packed
+        if work is not None
+    )
+
+
+def _pack_chunk(piece: ChunkCut, plans: list[AttentionPlan], sent: Parcel) -> _Chunk:
+    lengths = piece.lengths
+    sums = np.stack([_prefix_sums(lengths.q_lens), _prefix_sums(lengths.kv_lens)])
+    return _Chunk(piece, sent.add(sums), _pack_work(plans, lengths, sent))
+
+
+def _place_work(
+    packed: tuple[_Work, ...], meta: PagedMetadata | VarlenMetadata, got: Received
+) -> None:
+    for plan, sent, tickets in packed:
+        meta.work.put(plan, sent.place(meta, [got(ticket) for ticket in tickets]))
+
+
+def _prefix_sums(lengths: Sequence[int]) -> np.ndarray:
+    return np.array([0, *accumulate(lengths)], dtype=np.int32)
+
+
+def _sampled(prefills: Sequence[SequenceStep], decodes: Rows) -> tuple[np.ndarray, np.ndarray]:
+    """The packed index and the slot of every sampled token, int64: of some chunks, and of all
+    decodes."""
+    count = len(decodes.slots)
+    if not prefills:
+        return np.arange(count), decodes.slots
+    ends = list(accumulate(s.length for s in prefills))
+    rows = [end - 1 for s, end in zip(prefills, ends, strict=True) if s.sample]
+    slots = [s.slot for s in prefills if s.sample]
+    after = np.arange(ends[-1], ends[-1] + count)
+    return (
+        np.concatenate([np.array(rows, dtype=np.int64), after]),
+        np.concatenate([np.array(slots, dtype=np.int64), decodes.slots]),
+    )

@@ -16,29 +16,29 @@ from torch import nn
 
 from vitrail.attention.installed import releases
 from vitrail.attention.plan import PlanLimits, PlanTable, make_table
-from vitrail.attention.shape import Phase
-from vitrail.attention.warm import warm
+from vitrail.attention.shape import AttentionSite, Phase
 from vitrail.cache.budget import CacheBudget, plan_cache
 from vitrail.cache.encoder import EncoderCache
 from vitrail.cache.encoder_pool import EncoderPool
 from vitrail.cache.kv_pool import KvPool
 from vitrail.cache.manager import Manager
 from vitrail.cache.spec import ITEM_BYTES, LayerSpec, stored_as
-from vitrail.config.engine import GIB, EngineConfig, validate
+from vitrail.config.engine import DEFAULT_VIDEO_FRAMES, GIB, EngineConfig, plan_frames, validate
 from vitrail.config.finding import Finding, Refused, accept, errors
 from vitrail.config.hardware import CPU, Hardware, from_device
 from vitrail.config.model import DType, KvDType, ModelConfig, VisionConfig
+from vitrail.engine import tower
 from vitrail.engine.batch import BatchBuilder
 from vitrail.engine.checkpoint import Checkpoint
 from vitrail.engine.encode import ImageEncoder
-from vitrail.engine.encode_graphs import EncodeGraphs
 from vitrail.engine.engine import Engine
-from vitrail.engine.measure import run_worst_steps
+from vitrail.engine.floors import Shapes
+from vitrail.engine.graphs import GraphParts, capture_graphs, graph_bytes, graph_sizes
+from vitrail.engine.parcel import Door
 from vitrail.engine.prepare import ServingFacts
 from vitrail.engine.runner import Runner, RunnerParts
 from vitrail.engine.sampler import Sampler
 from vitrail.engine.scheduler import Scheduler, SchedulerLimits
-from vitrail.layers.linear import torch_dtype
 from vitrail.models.interface import ImageModel, Model, ModelEntry
 from vitrail.models.registry import find, load_entry, load_gguf_entry
 from vitrail.vision.preprocess import ImageProcessor
@@ -46,8 +46,8 @@ from vitrail.weights import headers, load
 from vitrail.weights.plan import resolve
 
 log = logging.getLogger("vitrail.engine")
-# Patches encoded in a step where no processor says how large an image can be.
-DEFAULT_ENCODER_PATCHES = 16_384
+# Tokens of a step where nobody says.
+GPU_STEP_TOKENS, CPU_STEP_TOKENS = 8192, 2048
 # GPU memory left to the forward pass beside weights, encoder and pages.
 WORKSPACE_BYTES = 2 * GIB
 
@@ -57,6 +57,41 @@ class Built(NamedTuple):
 
     engine: Engine
     facts: ServingFacts
+
+
+class Tower(NamedTuple):
+    """A vision tower that is ready alone, for measurements: `encoder` fills `pool`."""
+
+    encoder: ImageEncoder
+    pool: EncoderPool
+    vision: VisionConfig
+    hardware: Hardware
+    device: torch.device
+    dtype: DType
+
+
+class Placed(NamedTuple):
+    """What a configuration computes, in which types, and where."""
+
+    shapes: Shapes
+    hardware: Hardware
+    device: torch.device
+
+
+class _Stages:
+    """Seconds of each stage of a start-up, in order."""
+
+    def __init__(self) -> None:
+        self._began = self._last = time.perf_counter()
+        self._took: list[str] = []
+
+    def done(self, name: str) -> None:
+        now = time.perf_counter()
+        self._took.append(f"{name} {now - self._last:.1f}")
+        self._last = now
+
+    def __str__(self) -> str:
+        return f"{self._last - self._began:.1f} s ({', '.join(self._took)})"
 
 
 class _Sizes(NamedTuple):
@@ -75,7 +110,7 @@ def build_engine(
 ) -> Built:
     """Raises `Refused` with every finding of the first stage that has any: choices, config.json,
     weights (headers), attention plans, cache size. Weights are read after all but the last."""
-    began = time.perf_counter()
+    stages = _Stages()
     found = errors(validate(config))
     if found:
         raise Refused(found)
@@ -84,19 +119,24 @@ def build_engine(
     entry = load_entry(checkpoint.architecture)
     model_config = accept(entry.read_config(checkpoint.config, checkpoint.generation))
     dtype = _dtype(config, model_config, device)
+    frames = _video_frames(config, model_config)
     with torch.device("meta"):
         model = entry.build(model_config, dtype)
-    patches = _encoder_patches(config, model_config, processor)
-    image_plans = _image_plans(config, model, model_config.vision, dtype, patches, hardware)
+    patches = tower.encoder_patches(config, model_config, processor)
+    image_plans = tower.image_plans(config, model, model_config.vision, dtype, patches, hardware)
+    stages.done("plans and kernels of the tower")
     _load(config, entry, model_config, model, checkpoint, device, progress)
-    encode_graphs = _encode_graphs(model, image_plans, model_config.vision, patches, device)
+    stages.done("weights")
+    made = tower.images(config, model, model_config.vision, image_plans, patches, device)
+    stages.done("graphs of the tower")
     largest = None if processor is None else processor.max_patches
-    peak = _measure_encoder(model, image_plans, model_config, dtype, patches, largest, device)
+    peak = tower.measured_peak(model, image_plans, model_config, dtype, patches, largest, device)
+    stages.done("measuring the tower")
     sizes = _sizes(config, model_config, _specs(config, model), patches, device, peak)
-    engine = _assemble(config, model_config, model, sizes, image_plans, device, encode_graphs)
+    engine = _assemble(config, model_config, model, sizes, made, device, stages)
     log.info(
-        "ready in %.1f s: %s on %s in %s, %d KV tokens in %d pages of %s",
-        time.perf_counter() - began,
+        "ready in %s: %s on %s in %s, %d KV tokens in %d pages of %s",
+        stages,
         checkpoint.architecture,
         hardware.name,
         dtype,
@@ -113,9 +153,52 @@ def build_engine(
         encoder_patches=sizes.encoder_patches,
         kv_tokens=sizes.cache.num_tokens,
         patch_rules=None if vision is None else vision.rules,
+        video_frames=frames,
         encoder_resizes=device.type == "cuda",
     )
     return Built(engine, facts)
+
+
+def build_tower(
+    config: EngineConfig, checkpoint: Checkpoint, processor: ImageProcessor | None
+) -> Tower:
+    """The encoder of a vision model, as `build_engine` makes it, without an engine around it.
+    Raises `Refused`, for a model without a tower too."""
+    found = errors(validate(config))
+    if found:
+        raise Refused(found)
+    device = _device(config)
+    hardware = _hardware(device)
+    entry = load_entry(checkpoint.architecture)
+    model_config = accept(entry.read_config(checkpoint.config, checkpoint.generation))
+    dtype = _dtype(config, model_config, device)
+    with torch.device("meta"):
+        model = entry.build(model_config, dtype)
+    vision = model_config.vision
+    if vision is None or not isinstance(model, ImageModel):
+        raise Refused(
+            Finding(
+                where="model",
+                saw=f"{checkpoint.architecture}, which takes text alone",
+                rule="a model with a vision tower",
+                change="give a vision model",
+            )
+        )
+    patches = tower.encoder_patches(config, model_config, processor)
+    plans = tower.image_plans(config, model, vision, dtype, patches, hardware)
+    _load(config, entry, model_config, model, checkpoint, device, None)
+    made = tower.images(config, model, vision, plans, patches, device)
+    assert made.encoder is not None, "a model with a tower"
+    return Tower(made.encoder, made.pool, vision, hardware, device, dtype)
+
+
+def placed(config: EngineConfig, checkpoint: Checkpoint) -> Placed:
+    """As `build_engine` would decide. Raises `Refused`."""
+    device, entry = _device(config), load_entry(checkpoint.architecture)
+    model = accept(entry.read_config(checkpoint.config, checkpoint.generation))
+    dtype = _dtype(config, model, device)
+    shapes = Shapes(model=model, dtype=dtype, kv_dtype=_kv_dtype(config) or dtype)
+    return Placed(shapes, _hardware(device), device)
 
 
 def _device(config: EngineConfig) -> torch.device:
@@ -145,6 +228,13 @@ def _dtype(config: EngineConfig, model: ModelConfig, device: torch.device) -> DT
     return "float32" if device.type == "cpu" else model.dtype
 
 
+def _video_frames(config: EngineConfig, model: ModelConfig) -> int:
+    """Without a tower no number is too large."""
+    if model.vision is None:
+        return config.video_frames or DEFAULT_VIDEO_FRAMES
+    return accept(plan_frames(config, model.video_frames))
+
+
 def _kv_dtype(config: EngineConfig) -> KvDType | None:
     """What the cache keeps; None: what the model computes in."""
     return None if config.kv_cache_dtype == "auto" else "float8_e4m3fn"
@@ -153,57 +243,6 @@ def _kv_dtype(config: EngineConfig) -> KvDType | None:
 def _specs(config: EngineConfig, model: Model) -> Sequence[LayerSpec]:
     kept, kv_dtype = model.cache_specs(), _kv_dtype(config)
     return kept if kv_dtype is None else stored_as(kept, kv_dtype)
-
-
-def _encoder_patches(
-    config: EngineConfig, model: ModelConfig, processor: ImageProcessor | None
-) -> int:
-    """The encoder's budget a step: asked for, or the largest picture the processor makes, so that
-    no picture alone waits for a second step."""
-    if model.vision is None:
-        return 0
-    if config.encoder_patches is not None:
-        return config.encoder_patches
-    return DEFAULT_ENCODER_PATCHES if processor is None else processor.max_patches
-
-
-def _image_plans(
-    config: EngineConfig,
-    model: Model,
-    vision: VisionConfig | None,
-    dtype: DType,
-    patches: int,
-    hardware: Hardware,
-) -> PlanTable:
-    rules = None if vision is None else vision.rules
-    longest = patches if rules is None or rules.tile is None else rules.tile**2
-    if longest > patches:
-        raise Refused(
-            Finding(
-                where="encoder_patches",
-                saw=str(patches),
-                rule=f"at least {longest}, the patches of one tile",
-                change=f"pass --encoder-patches {longest} or more",
-            )
-        )
-    limits = PlanLimits(
-        dtype=dtype,
-        page_size=None,
-        max_batch=max(1, patches),
-        max_q_len=max(1, longest),
-        max_kv_len=max(1, longest),
-    )
-    sites = model.image_sites() if isinstance(model, ImageModel) else ()
-    return _ready(make_table(sites, limits, hardware, config.attention, releases()), hardware)
-
-
-def _ready(plans: PlanTable, hardware: Hardware) -> PlanTable:
-    """Say why plans are not the best ones, and compile what they name. Raises `Refused`."""
-    for warning in plans.warnings:
-        log.warning("%s", warning)
-    if found := warm(plans, hardware):
-        raise Refused(found)
-    return plans
 
 
 def _load(
@@ -229,45 +268,6 @@ def _load(
     for warning in plan.warnings:
         log.warning("%s", warning)
     load.load(plan, module, source, device, progress)
-
-
-def _measure_encoder(
-    model: Model,
-    plans: PlanTable,
-    config: ModelConfig,
-    dtype: DType,
-    patches: int,
-    largest: int | None,
-    device: torch.device,
-) -> int:
-    """Bytes that encoding takes beyond weights and finished pictures in the worst step within the
-    budget, features of a begun picture included. Not measured on a CPU, where the pages' size does
-    not depend on it. `largest`: patches of the largest picture, None if no processor says."""
-    if config.vision is None or device.type == "cpu":
-        return 0
-    assert isinstance(model, ImageModel), f"{config.architecture} with a tower"
-    before = torch.cuda.memory_allocated(device)
-    torch.cuda.reset_peak_memory_stats(device)
-    kind = torch_dtype(dtype)
-    run_worst_steps(model, plans, config.vision, kind, patches, largest, device)
-    peak = torch.cuda.max_memory_allocated(device) - before
-    torch.cuda.empty_cache()
-    return peak
-
-
-def _encode_graphs(
-    model: Model,
-    plans: PlanTable,
-    vision: VisionConfig | None,
-    patches: int,
-    device: torch.device,
-) -> EncodeGraphs | None:
-    """The tower in graphs, before what they hold is left to the cache; none on a CPU."""
-    if vision is None or not isinstance(model, ImageModel) or device.type != "cuda":
-        return None
-    graphs = EncodeGraphs(model, plans, vision, patches, device)
-    graphs.capture()
-    return graphs
 
 
 def _sizes(
@@ -316,20 +316,8 @@ def _kv_bytes(config: EngineConfig, device: torch.device, encoder_peak: int) -> 
         return GIB
     free, total = torch.cuda.mem_get_info(device)
     kept = int(total * (1 - config.memory_fraction))
-    return free - kept - encoder_peak - config.encoder_cache_bytes - WORKSPACE_BYTES
-
-
-def _image_encoder(
-    model: Model,
-    vision: VisionConfig | None,
-    plans: PlanTable,
-    pool: EncoderPool,
-    device: torch.device,
-    graphs: EncodeGraphs | None,
-) -> ImageEncoder | None:
-    if vision is None or not isinstance(model, ImageModel):
-        return None
-    return ImageEncoder(model, plans, pool, device, vision.patch_size, graphs)
+    others = encoder_peak + config.encoder_cache_bytes + graph_bytes(graph_sizes(config, device))
+    return free - kept - others - WORKSPACE_BYTES
 
 
 def _assemble(
@@ -337,39 +325,33 @@ def _assemble(
     model_config: ModelConfig,
     model: Model,
     sizes: _Sizes,
-    image_plans: PlanTable,
+    images: tower.Images,
     device: torch.device,
-    encode_graphs: EncodeGraphs | None,
+    stages: _Stages,
 ) -> Engine:
     specs, dtype = _specs(config, model), _dtype(config, model_config, device)
-    pool = KvPool(specs, sizes.cache.num_pages, config.page_size, device)
-    limits = PlanLimits(
-        dtype=dtype,
-        page_size=config.page_size,
-        max_batch=config.max_running,
-        max_q_len=config.max_step_tokens,
-        max_kv_len=sizes.max_model_len,
-        kv_dtype=_kv_dtype(config),
-    )
-    hardware, sites = _hardware(device), model.text_sites()
-    plans = _ready(make_table(sites, limits, hardware, config.attention, releases()), hardware)
-    assert all(phase is not Phase.ENCODE for _, phase in model.text_sites())
+    graphs = graph_sizes(config, device)
+    # One page more than the manager knows of: where padded rows write.
+    pool = KvPool(specs, sizes.cache.num_pages + bool(graphs), config.page_size, device)
+    sites = model.text_sites()
+    plans = _text_plans(config, sites, dtype, sizes.max_model_len, _hardware(device))
+    stages.done("plans and kernels of the decoder")
     row_bytes = model_config.text.hidden_size * ITEM_BYTES[dtype]
-    encoder_pool = EncoderPool()
     image_id, vocab_size = model_config.image_token_id, model_config.text.vocab_size
+    door = Door(device)
+    builder = BatchBuilder(
+        max_running=config.max_running,
+        max_pages=-(-sizes.max_model_len // config.page_size),
+        page_size=config.page_size,
+        device=device,
+        sites=sites,
+    )
     parts = RunnerParts(
         model=model,
         pool=pool,
-        encoder_pool=encoder_pool,
-        encoder=_image_encoder(
-            model, model_config.vision, image_plans, encoder_pool, device, encode_graphs
-        ),
-        builder=BatchBuilder(
-            max_running=config.max_running,
-            max_pages=-(-sizes.max_model_len // config.page_size),
-            page_size=config.page_size,
-            device=device,
-        ),
+        encoder_pool=images.pool,
+        encoder=images.encoder,
+        builder=builder,
         sampler=Sampler(
             config.max_running,
             vocab_size,
@@ -377,12 +359,59 @@ def _assemble(
             device,
         ),
         plans=plans,
+        door=door,
+        graphs=capture_graphs(
+            GraphParts(
+                model=model,
+                pool=pool,
+                plans=plans,
+                builder=builder,
+                scratch_page=sizes.cache.num_pages,
+                max_len=sizes.max_model_len,
+            ),
+            config,
+            door,
+        ),
     )
-    scheduler = Scheduler(
+    stages.done("graphs")
+    scheduler = _scheduler(config, sizes, row_bytes, _hardware(device))
+    return Engine(scheduler, Runner(parts), step_ahead=config.step_ahead)
+
+
+def _step_tokens(config: EngineConfig, hardware: Hardware) -> int:
+    """The user's choice, or as many as keep the device at its products rather than its launches."""
+    if config.max_step_tokens is not None:
+        return config.max_step_tokens
+    return GPU_STEP_TOKENS if hardware.cc else CPU_STEP_TOKENS
+
+
+def _text_plans(
+    config: EngineConfig,
+    sites: Sequence[tuple[AttentionSite, Phase]],
+    dtype: DType,
+    max_model_len: int,
+    hardware: Hardware,
+) -> PlanTable:
+    assert all(phase is not Phase.ENCODE for _, phase in sites)
+    limits = PlanLimits(
+        dtype=dtype,
+        page_size=config.page_size,
+        max_batch=config.max_running,
+        max_q_len=_step_tokens(config, hardware),
+        max_kv_len=max_model_len,
+        kv_dtype=_kv_dtype(config),
+    )
+    return tower.ready(make_table(sites, limits, hardware, config.attention, releases()), hardware)
+
+
+def _scheduler(
+    config: EngineConfig, sizes: _Sizes, row_bytes: int, hardware: Hardware
+) -> Scheduler:
+    return Scheduler(
         SchedulerLimits(
             max_running=config.max_running,
             max_waiting=config.max_waiting,
-            max_step_tokens=config.max_step_tokens,
+            max_step_tokens=_step_tokens(config, hardware),
             max_model_len=sizes.max_model_len,
             encoder_patches=sizes.encoder_patches,
             page_size=config.page_size,
@@ -391,4 +420,3 @@ def _assemble(
         Manager(sizes.cache.num_pages, config.page_size, config.prefix_cache),
         EncoderCache(config.encoder_cache_bytes, row_bytes),
     )
-    return Engine(scheduler, Runner(parts), step_ahead=config.step_ahead)

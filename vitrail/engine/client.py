@@ -16,6 +16,7 @@ from vitrail.engine.ipc import (
     Abort,
     FromEngine,
     FrontendCodec,
+    ProfileWindow,
     Ready,
     Refusal,
     Staged,
@@ -56,7 +57,7 @@ class EngineClient:
 
     @classmethod
     async def start(
-        cls, config: EngineConfig, worker: str = WORKER
+        cls, config: EngineConfig, worker: str = WORKER, profile: ProfileWindow | None = None
     ) -> "tuple[EngineClient, ServingFacts]":
         """Start the process (module `worker`) and wait until it serves. Raises `Refused` with the
         engine's findings."""
@@ -69,7 +70,8 @@ class EngineClient:
         client = cls(process, FrontendCodec())
         reader, client._writer = await asyncio.open_connection(sock=ours)
         client._reading = asyncio.create_task(client._read(reader))
-        start = Start(config=asdict(config), pixels=str(client._codec.folder))
+        folder = str(client._codec.folder)
+        start = Start(config=asdict(config), pixels=folder, profile=profile)
         client._writer.write(client._codec.encode(start))
         try:
             return client, await client._ready

@@ -88,7 +88,11 @@ class ImageEncoder:
         features = None if self._graphs is None else self._graphs.run(patches, grids)
         if features is None:
             features = self._model.encode_patches(patches, grids, self._plans)
-        made = list(features.split([j.num_patches for j in jobs]))
+        sizes = [j.num_patches for j in jobs]
+        if features.shape[0] != sum(sizes):
+            held = f"features of {features.shape[0]} patches"
+            raise ValueError(f"{held} for {len(jobs)} images of {sum(sizes)} patches")
+        made = list(features.split(sizes))
         last = [i for i, job in enumerate(jobs) if job.is_last]
         if not last:
             return made
@@ -99,7 +103,8 @@ class ImageEncoder:
         rows = self._model.project_images(whole, shapes)
         counts = [jobs[i].num_tokens for i in last]
         if rows.shape[0] != sum(counts):
-            raise ValueError(f"the tower made {rows.shape[0]} tokens for slots of {counts}")
+            held = f"rows of {rows.shape[0]} tokens"
+            raise ValueError(f"{held} for {len(last)} images of {sum(counts)} tokens")
         for i, part in zip(last, rows.split(counts), strict=True):
             made[i] = part
         return made

@@ -35,11 +35,22 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Base of every message; the tag is the class's name."""
 
 
+class ProfileWindow(msgspec.Struct, frozen=True, kw_only=True):
+    """Which of an engine's steps are recorded: `steps` of those that launch something, after `skip`
+    of them; and the folder that the trace is written to."""
+
+    folder: str
+    skip: int
+    steps: int
+
+
 class Start(Message, frozen=True):
-    """First message: `EngineConfig`'s fields, and the folder where arrays will lie."""
+    """First message: `EngineConfig`'s fields, and the folder where arrays will lie. `profile`: what
+    to record, if anything."""
 
     config: dict[str, str | int | float | bool | None]
     pixels: str
+    profile: ProfileWindow | None = None
 
 
 class Submit(Message, frozen=True):

@@ -46,8 +46,8 @@ TURN_ENDS = ("<|im_end|>", "<|eot_id|>")
 
 class ServingFacts(msgspec.Struct, frozen=True, kw_only=True):
     """What a ready engine tells its frontends. `kv_tokens`: tokens that the KV cache
-    holds. `patch_rules`: how the tower takes pictures, None without one. `encoder_resizes`: it
-    resizes pictures itself, quicker than a frontend would."""
+    holds. `patch_rules`: how the tower takes pictures, None without one. `video_frames`: taken
+    from a video. `encoder_resizes`: it resizes pictures itself, quicker than a frontend would."""
 
     vocab_size: int
     max_model_len: int
@@ -56,6 +56,7 @@ class ServingFacts(msgspec.Struct, frozen=True, kw_only=True):
     encoder_patches: int
     kv_tokens: int
     patch_rules: PatchRules | None
+    video_frames: int
     encoder_resizes: bool = False
 
 
@@ -111,7 +112,7 @@ class Preparer:
         self.limits = ImageLimits(
             max_bytes=config.max_image_bytes, max_pixels=config.max_image_pixels
         )
-        self.video_frames = config.video_frames
+        self.video_frames = facts.video_frames
         stops = set(facts.eos_token_ids)
         if assets.tokenizer is not None:
             ids = assets.tokenizer.special_ids

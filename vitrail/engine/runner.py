@@ -1,5 +1,6 @@
 """One forward step on the device: drop and encode images, lay out the batch, run the model, sample.
-Owns the model and the device memory; takes plans and gives results, decides nothing.
+Owns the model and the device memory; takes plans and gives results, decides nothing. A step of
+decodes alone is a captured graph where there are any; every step's numbers go by one copy.
 
 Legend: T packed tokens, S sampled rows, V vocabulary."""
 
@@ -16,10 +17,12 @@ from torch import Tensor
 from vitrail.attention.plan import PlanTable
 from vitrail.cache.encoder_pool import EncoderPool
 from vitrail.cache.kv_pool import KvPool
-from vitrail.engine.batch import Batch, BatchBuilder
+from vitrail.engine.batch import BatchBuilder
 from vitrail.engine.encode import ImageEncoder
+from vitrail.engine.graphs import DecodeGraphs
+from vitrail.engine.parcel import Door
 from vitrail.engine.request import TokenLogprob
-from vitrail.engine.sampler import Sampled, Sampler, row_logprobs
+from vitrail.engine.sampler import Logprobs, Sampled, Sampler, row_logprobs
 from vitrail.engine.step import (
     ImageSlice,
     PromptRows,
@@ -37,7 +40,7 @@ PROMPT_ROWS = 256
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunnerParts:
     """What a runner is assembled from; `engine/build.py` makes each. `encoder` is None for a model
-    without a tower."""
+    without a tower, `graphs` where decodes are launched kernel by kernel."""
 
     model: Model
     pool: KvPool
@@ -46,6 +49,8 @@ class RunnerParts:
     builder: BatchBuilder
     sampler: Sampler
     plans: PlanTable
+    door: Door
+    graphs: DecodeGraphs | None
 
 
 class Runner:
@@ -75,13 +80,39 @@ class Runner:
         self._failed_entries |= set(failed)
         if not plan.prefills and not plan.decodes:
             return Launched(plan, None, {}, failed)
-        batch = p.builder.build(plan, inputs, p.plans, p.pool)
+        if p.graphs is not None and p.graphs.fits(plan):
+            return Launched(plan, self._replay(p.graphs, plan, inputs), {}, failed)
+        sent = p.door.parcel()
+        packed = p.builder.pack(plan, inputs, p.plans, sent)
+        asked = p.sampler.ask(packed.slots, inputs.draws, inputs.output_index, sent)
+        got = sent.send()
+        batch = p.builder.unpack(packed, got, p.plans, p.pool)
         hidden = p.model.embed(batch.token_ids)
         hidden = self._place_images(hidden, plan.slices)
         hidden = p.model.forward(hidden, batch.context)
-        sampled = self._sample(hidden, batch, inputs)
+        p.sampler.settle(asked, got)
+        sampled = None
+        if len(packed.slots):
+            logits = p.model.logits(hidden.index_select(0, batch.sample_rows))
+            sampled = self._keep(p.sampler.sample(logits, asked, got), batch.sample_slots)
         rows = self._prompt_rows(hidden, plan, inputs)
         return Launched(plan, sampled, rows, failed)
+
+    def _replay(self, graphs: DecodeGraphs, plan: StepPlan, inputs: StepInputs) -> "Fetched":
+        """A step of decodes alone."""
+        p, sent = self._p, self._p.door.parcel()
+        slots = graphs.pack(plan, sent)
+        asked = p.sampler.ask(slots, inputs.draws, inputs.output_index, sent)
+        got = sent.send(graphs.inputs)
+        hidden, slots_S = graphs.replay(len(slots))
+        sampled = p.sampler.sample(p.model.logits(hidden), asked, got)
+        return self._keep(sampled, slots_S)
+
+    def _keep(self, sampled: Sampled, slots_S: Tensor) -> "Fetched":
+        """The tokens where the next step finds them, and on their way to the host."""
+        tokens = sampled.token_ids
+        self._p.builder.last_tokens.index_copy_(0, slots_S, tokens.clamp(min=0))
+        return Fetched.begin(sampled)
 
     def _place_images(self, hidden: Tensor, slices: tuple[ImageSlice, ...]) -> Tensor:
         """Image embeddings over their placeholders. A failed image's rows become NaN: the scheduler
@@ -93,16 +124,6 @@ class Runner:
             else:
                 hidden[at] = self._p.encoder_pool.slice(s.entry, s.entry_start, s.length)
         return hidden
-
-    def _sample(self, hidden: Tensor, batch: Batch, inputs: StepInputs) -> Sampled | None:
-        if not batch.sample_slots:
-            return None
-        logits = self._p.model.logits(hidden[batch.sample_rows])
-        slots = batch.sample_slots
-        sampled = self._p.sampler.sample(logits, slots, inputs.draws, inputs.output_index)
-        rows = torch.tensor(slots, device=hidden.device)
-        self._p.builder.last_tokens[rows] = sampled.token_ids.clamp(min=0)
-        return sampled
 
     def _prompt_rows(
         self, hidden: Tensor, plan: StepPlan, inputs: StepInputs
@@ -142,9 +163,48 @@ def _prompt_logprobs(logits_TV: Tensor, next_ids: list[int], top: int) -> list[T
         return []
     vocab = logits_TV.shape[1]
     ids = torch.tensor(next_ids, device=logits_TV.device).clamp(0, vocab - 1)
-    rows = row_logprobs(logits_TV, ids, known, [top] * len(known))
+    at = torch.tensor(known, device=logits_TV.device)
+    rows = row_logprobs(logits_TV, ids, at, known, [top] * len(known))
     read = rows.read([next_ids[i] for i in known])
     return [row if row.token_id < vocab else replace(row, logprob=None) for row in read]
+
+
+class Fetched:
+    """A step's tokens on their way to the host, behind `done`."""
+
+    def __init__(self, sampled: Sampled, done: torch.cuda.Event | None):
+        self._sampled = sampled
+        self._done = done
+
+    @classmethod
+    def begin(cls, sampled: Sampled) -> "Fetched":
+        """Start the copies; on a CPU there are none."""
+        if sampled.token_ids.device.type == "cpu":
+            return cls(sampled, None)
+        found = sampled.logprobs
+        if found is not None:
+            copies = (_to_host(t) for t in (found.own, found.top_ids, found.top_logprobs))
+            found = Logprobs(found.rows, found.tops, *copies)
+        kept, done = Sampled(_to_host(sampled.token_ids), found), torch.cuda.Event()
+        done.record()
+        return cls(kept, done)
+
+    def read(self) -> tuple[list[int], list[TokenLogprob | None]]:
+        """Wait for them and for nothing after them."""
+        if self._done is not None:
+            self._done.synchronize()
+        ids, found = self._sampled.token_ids.tolist(), self._sampled.logprobs
+        logprobs: list[TokenLogprob | None] = [None] * len(ids)
+        if found is not None:
+            read = found.read([ids[i] for i in found.rows])
+            for i, row in zip(found.rows, read, strict=True):
+                logprobs[i] = row if ids[i] >= 0 else None
+        return ids, logprobs
+
+
+def _to_host(t: Tensor) -> Tensor:
+    """Pinned memory, which torch keeps and hands out again."""
+    return torch.empty_like(t, device="cpu", pin_memory=True).copy_(t, non_blocking=True)
 
 
 class Launched:
@@ -153,7 +213,7 @@ class Launched:
     def __init__(
         self,
         plan: StepPlan,
-        sampled: Sampled | None,
+        sampled: Fetched | None,
         prompt_rows: dict[int, PromptRows],
         failed_entries: dict[int, str],
     ):
@@ -163,17 +223,8 @@ class Launched:
         self._failed = failed_entries
 
     def read(self) -> StepResult:
-        """Wait for the device and copy the tokens out."""
-        ids: list[int] = []
-        logprobs: list[TokenLogprob | None] = []
-        if self._sampled is not None:
-            ids = self._sampled.token_ids.tolist()
-            logprobs = [None] * len(ids)
-            found = self._sampled.logprobs
-            if found is not None:
-                read = found.read([ids[i] for i in found.rows])
-                for i, row in zip(found.rows, read, strict=True):
-                    logprobs[i] = row if ids[i] >= 0 else None
+        """Wait for the step's tokens."""
+        ids, logprobs = ([], []) if self._sampled is None else self._sampled.read()
         return StepResult(
             token_ids=ids,
             logprobs=logprobs,

@@ -1,17 +1,19 @@
 """Sampling of a whole batch on the device. Owns the sampling state of every row of the runner's
 tables.
 
+Parameters are columns by slot on the host; what a step needs of them travels in the step's parcel.
 Rows are handled in three kinds (greedy, plain, filtered), each by the same arithmetic whoever
 shares the batch: a request's tokens never depend on its neighbours' parameters. One uniform draw a
 row comes from the scheduler, so this file holds no random state.
 
-Legend: S sampled rows, P rows with penalties, V vocabulary."""
+Legend: S sampled rows, R rows that asked, P rows with penalties, V vocabulary."""
 
 # torch and numpy leave parts of their own signatures unknown
 # pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false
 # pyright: reportUnknownVariableType=false
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -19,17 +21,18 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from vitrail.engine.parcel import Parcel, Received
 from vitrail.engine.request import SamplingParams, TokenLogprob
 from vitrail.engine.step import SlotSetup
+from vitrail.ops.dispatch import select_sampling
+from vitrail.ops.sampling.naive import Filters, draw_filtered
 
-# Rows of probabilities held at once: float64 [32, V], and what sorting them takes.
-BLOCK_ROWS = 32
+GREEDY, PLAIN, FILTERED = range(3)
 
 
 class Logprobs(NamedTuple):
-    """Of some rows, still on the device: the logprob of each row's own token, and its `width`
-    likeliest ids and logprobs, of which row i was asked for `tops[i]`. `rows`: their indices in the
-    batch."""
+    """Of some rows: the logprob of each row's own token, and its `width` likeliest ids and
+    logprobs, of which row i was asked for `tops[i]`. `rows`: their indices in the batch."""
 
     rows: list[int]
     tops: list[int]
@@ -38,7 +41,8 @@ class Logprobs(NamedTuple):
     top_logprobs: Float[Tensor, "R width"]
 
     def read(self, token_ids: Sequence[int]) -> list[TokenLogprob]:
-        """The host's copy (waits for the device once); `token_ids`: each row's own token."""
+        """The host's copy (waits for the device, once, where that holds them); `token_ids`: each
+        row's own token."""
         own, ids = self.own.tolist(), self.top_ids.tolist()
         values = self.top_logprobs.tolist()
         return [
@@ -52,19 +56,35 @@ class Logprobs(NamedTuple):
 
 
 class Sampled(NamedTuple):
-    """`token_ids`: int64 [S] on the device, -1 where a row's logits were not finite or nothing
-    could be sampled. `logprobs`: of the rows that asked, None if no row did."""
+    """`token_ids`: int64 [S], -1 where a row's logits were not finite or nothing could be sampled.
+    `logprobs`: of the rows that asked, None if no row did."""
 
     token_ids: Int[Tensor, "S"]
     logprobs: Logprobs | None
 
 
-class _Row(NamedTuple):
-    params: SamplingParams
-    stop_token_ids: list[int]
-    bias_ids: list[int]
-    bias_values: list[float]
-    penalty_row: int  # row of the penalty tables, -1 without penalties
+class _Drawn(NamedTuple):
+    """Tickets of rows of one kind: their indices, int64; draws, temperatures and (filtered) top_k,
+    top_p and min_p, float64 [2 or 5, R]."""
+
+    rows: int
+    columns: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """What a step's rows want, on its way: tickets. `settled`: of new rows of the penalty tables.
+    `penalised`: rows, their table rows, and columns [3, P]. `biases`: row, id and value of each.
+    `logprobs`: rows' indices; with `rows` and `tops` on the host."""
+
+    settled: tuple[int, int, int] | None
+    penalised: tuple[int, int, int] | None
+    biases: tuple[int, int, int] | None
+    plain: _Drawn | None
+    filtered: _Drawn | None
+    logprobs: int | None
+    rows: list[int]
+    tops: list[int]
 
 
 class Sampler:
@@ -73,157 +93,167 @@ class Sampler:
     def __init__(
         self, max_running: int, vocab_size: int, never_sampled: Sequence[int], device: torch.device
     ):
-        self._rows: list[_Row | None] = [None] * max_running
-        self._device = device
         self._penalties = _PenaltyTable(vocab_size, device)
         mask = torch.zeros(vocab_size, dtype=torch.float32)
         mask[list(never_sampled)] = -torch.inf
-        self._mask_V = mask.to(device)
+        self._never_V = mask.to(device)
+        self._vocab, self._ops = vocab_size, select_sampling(device)
+        self._kind = np.full(max_running, -1, dtype=np.int8)
+        # temperature, top_k (V: all), top_p, min_p
+        self._columns = np.ones((4, max_running))
+        self._factors = np.zeros((3, max_running), dtype=np.float32)
+        self._penalty_row = np.full(max_running, -1, dtype=np.int64)
+        self._min_tokens = np.zeros(max_running, dtype=np.int64)
+        self._biased = np.zeros(max_running, dtype=np.bool_)
+        self._tops = np.full(max_running, -1, dtype=np.int32)
+        # ids and values of biases; ids that are masked below min_tokens
+        self._biases: list[tuple[list[int], list[float], list[int]]] = [([], [], [])] * max_running
 
     def setup(self, setups: Sequence[SlotSetup]) -> None:
         """A new sequence enters each slot."""
         for s in setups:
-            old = self._rows[s.slot]
-            if old is not None and old.penalty_row >= 0:
-                self._penalties.free(old.penalty_row)
-            p = s.params
-            penalised = (
-                p.repetition_penalty != 1 or p.presence_penalty != 0 or p.frequency_penalty != 0
+            slot, p = s.slot, s.params
+            if self._penalty_row[slot] >= 0:
+                self._penalties.free(int(self._penalty_row[slot]))
+            factors = (p.repetition_penalty, p.presence_penalty, p.frequency_penalty)
+            self._penalty_row[slot] = (
+                -1
+                if factors == (1, 0, 0)
+                else self._penalties.add(s.prompt_token_ids, s.output_token_ids)
             )
-            row = -1
-            if penalised:
-                row = self._penalties.add(s.prompt_token_ids, s.output_token_ids)
-            self._rows[s.slot] = _Row(
-                p,
-                sorted(s.stop_token_ids),
+            self._factors[:, slot] = factors
+            self._kind[slot] = _kind(p)
+            self._columns[:, slot] = (
+                p.temperature,
+                p.top_k or self._vocab,
+                p.top_p,
+                p.min_p,
+            )
+            self._min_tokens[slot] = p.min_tokens
+            self._biased[slot] = bool(p.logit_bias)
+            self._biases[slot] = (
                 list(p.logit_bias),
                 list(p.logit_bias.values()),
-                row,
+                sorted(s.stop_token_ids),
             )
+            self._tops[slot] = -1 if p.logprobs is None else p.logprobs
 
-    def sample(
-        self,
-        logits_SV: Float[Tensor, "S V"],
-        slots: Sequence[int],
-        draws: np.ndarray,
-        output_index: np.ndarray,
-    ) -> Sampled:
-        """One token a row. `draws` float64 [S]; `output_index` int64 [S], tokens sampled before."""
-        rows: list[_Row] = []
-        for slot in slots:
-            row = self._rows[slot]
-            assert row is not None, f"slot {slot} was never set up"
-            rows.append(row)
-        finite_S = torch.isfinite(logits_SV.sum(-1))
-        x_SV = self._adjusted(logits_SV, rows, output_index)
-        best_S, tokens_S = x_SV.max(-1)
-        finite_S &= torch.isfinite(best_S)
-        plain = [i for i, r in enumerate(rows) if _kind(r.params) == "plain"]
-        filtered = [i for i, r in enumerate(rows) if _kind(r.params) == "filtered"]
-        for kind, draw in ((plain, _draw_plain), (filtered, _draw_filtered)):
-            for first in range(0, len(kind), BLOCK_ROWS):
-                members = kind[first : first + BLOCK_ROWS]
-                index = torch.tensor(members, device=self._device)
-                u = torch.from_numpy(draws[members]).to(self._device)
-                params = [rows[i].params for i in members]
-                tokens_S[index] = draw(x_SV[index], params, u)
-        self._penalties.count(
-            [r.penalty_row for r in rows if r.penalty_row >= 0],
-            tokens_S[[i for i, r in enumerate(rows) if r.penalty_row >= 0]],
+    def ask(
+        self, slots: np.ndarray, draws: np.ndarray, output_index: np.ndarray, sent: Parcel
+    ) -> Asked:
+        """Pack what the rows of `slots` want. `draws` float64 [S]; `output_index` int64 [S], tokens
+        sampled before."""
+        kind = self._kind[slots]
+        assert not len(slots) or kind.min() >= 0, f"a slot of {slots} was never set up"
+        logged = np.flatnonzero(self._tops[slots] >= 0)
+        tables = self._penalty_row[slots]
+        penalised = np.flatnonzero(tables >= 0)
+        return Asked(
+            settled=self._penalties.pack(sent),
+            penalised=None
+            if not len(penalised)
+            else (
+                sent.add(penalised),
+                sent.add(tables[penalised]),
+                sent.add(self._factors[:, slots[penalised]]),
+            ),
+            biases=self._pack_biases(slots, output_index, sent),
+            plain=self._pack(kind == PLAIN, slots, draws, sent, 1),
+            filtered=self._pack(kind == FILTERED, slots, draws, sent, 4),
+            logprobs=sent.add(logged) if len(logged) else None,
+            rows=logged.tolist(),
+            tops=self._tops[slots[logged]].tolist(),
         )
-        tokens_S = torch.where(finite_S, tokens_S, -1)
-        asked = {i: r.params.logprobs for i, r in enumerate(rows) if r.params.logprobs is not None}
-        if not asked:
-            return Sampled(tokens_S, None)
-        own_S = tokens_S.clamp(min=0)
-        return Sampled(tokens_S, row_logprobs(logits_SV, own_S, list(asked), list(asked.values())))
 
-    def _adjusted(
-        self, logits_SV: Float[Tensor, "S V"], rows: list[_Row], output_index: np.ndarray
-    ) -> Float[Tensor, "S V"]:
-        """Penalties, biases and masks, in the order that `SamplingParams` documents."""
-        x_SV = logits_SV + self._mask_V
-        penalised = [i for i, r in enumerate(rows) if r.penalty_row >= 0]
-        if penalised:
-            x_SV[penalised] = self._penalties.apply(x_SV[penalised], [rows[i] for i in penalised])
+    def _pack(
+        self, wanted: np.ndarray, slots: np.ndarray, draws: np.ndarray, sent: Parcel, columns: int
+    ) -> _Drawn | None:
+        rows = np.flatnonzero(wanted)
+        if not len(rows):
+            return None
+        of_rows = self._columns[:columns, slots[rows]]
+        return _Drawn(sent.add(rows), sent.add(np.concatenate([draws[rows][None], of_rows])))
+
+    def _pack_biases(
+        self, slots: np.ndarray, output_index: np.ndarray, sent: Parcel
+    ) -> tuple[int, int, int] | None:
+        early = self._min_tokens[slots] > output_index
         at: list[int] = []
         ids: list[int] = []
         values: list[float] = []
-        for i, row in enumerate(rows):
-            extra = list(zip(row.bias_ids, row.bias_values, strict=True))
-            if output_index[i] < row.params.min_tokens:
-                extra += [(t, -np.inf) for t in row.stop_token_ids]
-            at += [i] * len(extra)
-            ids += [t for t, _ in extra]
-            values += [v for _, v in extra]
-        if at:
-            pair = torch.tensor([at, ids], device=self._device)
-            bias = torch.tensor(values, dtype=torch.float32, device=self._device)
-            x_SV.index_put_((pair[0], pair[1]), bias, accumulate=True)
+        for row in np.flatnonzero(early | self._biased[slots]).tolist():
+            biased, by, stops = self._biases[slots[row]]
+            masked = stops if early[row] else []
+            at += [row] * (len(biased) + len(masked))
+            ids += biased + masked
+            values += by + [-np.inf] * len(masked)
+        if not at:
+            return None
+        rows = sent.add(np.array(at, dtype=np.int64))
+        tokens = sent.add(np.array(ids, dtype=np.int64))
+        return rows, tokens, sent.add(np.array(values, dtype=np.float32))
+
+    def settle(self, asked: Asked, got: Received) -> None:
+        """Rows that entered the penalty tables with this step; before anything is sampled."""
+        if asked.settled is not None:
+            self._penalties.settle(*(got(ticket) for ticket in asked.settled))
+
+    def sample(self, logits_SV: Float[Tensor, "S V"], asked: Asked, got: Received) -> Sampled:
+        """One token a row, as `asked` when the rows were settled."""
+        tokens_S, finite_S = self._ops.best_tokens(logits_SV, self._never_V)
+        x_SV = logits_SV
+        if asked.penalised is not None or asked.biases is not None:
+            x_SV = self._adjusted(logits_SV, asked, got)
+            best_S, tokens_S = (x_SV + self._never_V).max(-1)
+            finite_S = finite_S & torch.isfinite(best_S)
+        if asked.plain is not None:
+            rows, (u, temperature) = got(asked.plain.rows), got(asked.plain.columns)
+            drawn = self._ops.draw_plain(x_SV, rows, self._never_V, temperature, u)
+            tokens_S.index_copy_(0, rows, drawn)
+        if asked.filtered is not None:
+            rows, (u, temperature, *kept) = got(asked.filtered.rows), got(asked.filtered.columns)
+            drawn = draw_filtered(x_SV, rows, self._never_V, temperature, Filters(*kept), u)
+            tokens_S.index_copy_(0, rows, drawn)
+        if asked.penalised is not None:
+            rows, tables, _ = (got(ticket) for ticket in asked.penalised)
+            self._penalties.count(tables, tokens_S[rows])
+        tokens_S = torch.where(finite_S, tokens_S, -1)
+        if asked.logprobs is None:
+            return Sampled(tokens_S, None)
+        index, own_S = got(asked.logprobs), tokens_S.clamp(min=0)
+        return Sampled(tokens_S, row_logprobs(logits_SV, own_S, index, asked.rows, asked.tops))
+
+    def _adjusted(
+        self, logits_SV: Float[Tensor, "S V"], asked: Asked, got: Received
+    ) -> Float[Tensor, "S V"]:
+        """Penalties and biases, in the order that `SamplingParams` documents."""
+        x_SV = logits_SV.clone()
+        if asked.penalised is not None:
+            rows, tables, factors = (got(ticket) for ticket in asked.penalised)
+            x_SV.index_copy_(0, rows, self._penalties.apply(x_SV[rows], tables, factors))
+        if asked.biases is not None:
+            at, ids, values = (got(ticket) for ticket in asked.biases)
+            x_SV.index_put_((at, ids), values, accumulate=True)
         return x_SV
 
 
-def _kind(p: SamplingParams) -> str:
+def _kind(p: SamplingParams) -> int:
     if p.temperature == 0:
-        return "greedy"
-    return "filtered" if p.top_k or p.top_p < 1 or p.min_p > 0 else "plain"
-
-
-def _column(values: Sequence[float], like: Tensor) -> Tensor:
-    return torch.tensor(values, dtype=like.dtype, device=like.device).unsqueeze(1)
-
-
-def _probabilities(x_SV: Tensor, params: list[SamplingParams]) -> Tensor:
-    """float64 softmax at each row's temperature."""
-    x_SV = x_SV.double()
-    return torch.softmax(x_SV / _column([p.temperature for p in params], x_SV), dim=-1)
-
-
-def _draw_plain(
-    x_SV: Float[Tensor, "S V"], params: list[SamplingParams], u_S: Float[Tensor, "S"]
-) -> Int[Tensor, "S"]:
-    """Inverse CDF in vocabulary order."""
-    return _invert(_probabilities(x_SV, params), u_S)
-
-
-def _draw_filtered(
-    x_SV: Float[Tensor, "S V"], params: list[SamplingParams], u_S: Float[Tensor, "S"]
-) -> Int[Tensor, "S"]:
-    """Inverse CDF over the kept part of the distribution, likeliest first. Ties keep the lower
-    id."""
-    p_SV, ids_SV = _probabilities(x_SV, params).sort(dim=-1, descending=True, stable=True)
-    vocab = p_SV.shape[1]
-    k = _column([float(p.top_k or vocab) for p in params], p_SV)
-    rank_V = torch.arange(vocab, device=p_SV.device)
-    p_SV = torch.where(rank_V < k, p_SV, 0)
-    p_SV = p_SV / p_SV.sum(-1, keepdim=True)
-    before_SV = p_SV.cumsum(-1) - p_SV
-    p_SV = torch.where(before_SV < _column([p.top_p for p in params], p_SV), p_SV, 0)
-    floor = p_SV[:, :1] * _column([p.min_p for p in params], p_SV)
-    p_SV = torch.where(p_SV >= floor, p_SV, 0)
-    return ids_SV.gather(1, _invert(p_SV, u_S).unsqueeze(1)).squeeze(1)
-
-
-def _invert(p_SV: Float[Tensor, "S V"], u_S: Float[Tensor, "S"]) -> Int[Tensor, "S"]:
-    """The first index whose cumulative weight exceeds u times the total: never one of weight 0."""
-    cdf_SV = p_SV.cumsum(-1)
-    target = u_S.unsqueeze(1) * cdf_SV[:, -1:]
-    found = torch.searchsorted(cdf_SV, target, right=True).squeeze(1)
-    last = (p_SV > 0).long().mul(torch.arange(1, p_SV.shape[1] + 1, device=p_SV.device))
-    return torch.minimum(found, last.argmax(-1))
+        return GREEDY
+    return FILTERED if p.top_k or p.top_p < 1 or p.min_p > 0 else PLAIN
 
 
 def row_logprobs(
     logits_SV: Float[Tensor, "S V"],
     tokens_S: Int[Tensor, "S"],
+    index_R: Int[Tensor, "R"],
     rows: list[int],
     tops: list[int],
 ) -> Logprobs:
-    """Natural-log probabilities of `rows`' own tokens and their likeliest, of the logits as they
-    are."""
-    index = torch.tensor(rows, device=logits_SV.device)
-    logprobs_RV = torch.log_softmax(logits_SV[index], dim=-1)
-    own = logprobs_RV.gather(1, tokens_S[index].unsqueeze(1)).squeeze(1)
+    """Natural-log probabilities of the own tokens of `rows` (`index_R` on the device) and their
+    likeliest, of the logits as they are."""
+    logprobs_RV = torch.log_softmax(logits_SV[index_R], dim=-1)
+    own = logprobs_RV.gather(1, tokens_S[index_R].unsqueeze(1)).squeeze(1)
     best = logprobs_RV.topk(max(tops), dim=-1)
     return Logprobs(rows, tops, own, best.indices, best.values)
 
@@ -232,47 +262,61 @@ class _PenaltyTable:
     """Counts of prompt and output tokens for the rows that have penalties; grows by doubling."""
 
     def __init__(self, vocab_size: int, device: torch.device):
+        self._vocab = vocab_size
         self._prompt = torch.zeros(0, vocab_size, dtype=torch.bool, device=device)
         self._output = torch.zeros(0, vocab_size, dtype=torch.int32, device=device)
         self._free: list[int] = []
+        # rows that are new, with the tokens of their prompts and outputs
+        self._new: list[tuple[int, Sequence[int], Sequence[int]]] = []
 
     def add(self, prompt: Sequence[int], output: Sequence[int]) -> int:
         if not self._free:
             old = self._prompt.shape[0]
             more = max(4, old)
-            self._prompt = torch.cat([self._prompt, self._prompt.new_zeros(more, self.vocab)])
-            self._output = torch.cat([self._output, self._output.new_zeros(more, self.vocab)])
+            self._prompt = torch.cat([self._prompt, self._prompt.new_zeros(more, self._vocab)])
+            self._output = torch.cat([self._output, self._output.new_zeros(more, self._vocab)])
             self._free = list(range(old, old + more))
         row = self._free.pop()
-        device = self._prompt.device
-        self._prompt[row] = False
-        named = [token for token in prompt if token < self.vocab]  # an image token may lie beyond
-        self._prompt[row, torch.tensor(named, dtype=torch.long, device=device)] = True
-        seen = torch.tensor(output, dtype=torch.long, device=device)
-        self._output[row] = torch.bincount(seen, minlength=self.vocab).int()
+        self._new.append((row, prompt, output))
         return row
 
     def free(self, row: int) -> None:
         self._free.append(row)
 
-    @property
-    def vocab(self) -> int:
-        return self._prompt.shape[1]
+    def pack(self, sent: Parcel) -> tuple[int, int, int] | None:
+        """Tickets of new rows and of the flat places of their prompts' and outputs' tokens."""
+        if not self._new:
+            return None
+        prompts: list[int] = []
+        outputs: list[int] = []
+        for row, prompt, output in self._new:
+            first = row * self._vocab
+            prompts += [first + t for t in prompt if t < self._vocab]  # an image's may lie beyond
+            outputs += [first + t for t in output]
+        rows = [row for row, _, _ in self._new]
+        self._new = []
+        first, *rest = (sent.add(np.array(x, dtype=np.int64)) for x in (rows, prompts, outputs))
+        return first, rest[0], rest[1]
 
-    def count(self, rows: list[int], tokens: Tensor) -> None:
-        if rows:
-            at = torch.tensor(rows, device=tokens.device)
-            one = torch.ones_like(tokens, dtype=torch.int32)
-            self._output.index_put_((at, tokens), one, accumulate=True)
+    def settle(self, rows: Tensor, prompts: Tensor, outputs: Tensor) -> None:
+        """What `pack` sent."""
+        self._prompt.index_fill_(0, rows, False)
+        self._output.index_fill_(0, rows, 0)
+        self._prompt.view(-1).index_fill_(0, prompts, True)
+        ones = torch.ones_like(outputs, dtype=torch.int32)
+        self._output.view(-1).index_put_((outputs,), ones, accumulate=True)
 
-    def apply(self, x_PV: Float[Tensor, "P V"], rows: list[_Row]) -> Float[Tensor, "P V"]:
+    def count(self, rows: Tensor, tokens: Tensor) -> None:
+        ones = torch.ones_like(tokens, dtype=torch.int32)
+        self._output.index_put_((rows, tokens), ones, accumulate=True)
+
+    def apply(
+        self, x_PV: Float[Tensor, "P V"], rows: Int[Tensor, "P"], factors: Float[Tensor, "three P"]
+    ) -> Float[Tensor, "P V"]:
         """Repetition: seen logits divided (positive) or multiplied (negative). Presence and
         frequency: of the output alone, as OpenAI defines them."""
-        index = torch.tensor([r.penalty_row for r in rows], device=x_PV.device)
-        output = self._output[index]
-        seen = self._prompt[index] | (output > 0)
-        r = _column([row.params.repetition_penalty for row in rows], x_PV)
+        output = self._output[rows]
+        seen = self._prompt[rows] | (output > 0)
+        r, presence, frequency = factors[:, :, None]
         x_PV = torch.where(seen, torch.where(x_PV > 0, x_PV / r, x_PV * r), x_PV)
-        presence = _column([row.params.presence_penalty for row in rows], x_PV)
-        frequency = _column([row.params.frequency_penalty for row in rows], x_PV)
         return x_PV - presence * (output > 0) - frequency * output

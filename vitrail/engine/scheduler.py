@@ -121,21 +121,22 @@ class Scheduler:
         return self._manager.usage()
 
     def add(self, request: EngineRequest) -> None:
-        """Queue a request. Raises `Refused` if it can never run, or the queue is full."""
+        """Queue a request. Raises `Refused` if it can never run, or if as many wait as may."""
         limits = self._limits
         findings = request_findings(
             request, limits.max_model_len, self._pool_len, limits.encoder_patches
         )
-        if not findings and self.num_waiting >= limits.max_waiting:
-            findings = [overloaded(self.num_waiting, limits.max_waiting)]
+        queued = self.num_waiting - max(0, limits.max_running - self.num_running)
+        if not findings and queued >= limits.max_waiting:
+            findings = [overloaded(queued, limits.max_waiting)]
         if findings:
             raise Refused(findings)
         assert request.id not in self._requests, f"request {request.id} is already here"
         assert request.max_tokens >= 1
-        num_prompt = len(request.prompt_token_ids)
+        tokens = array("i", request.prompt_token_ids)
+        num_prompt = len(tokens)
         spans = [(i.offset, i.num_tokens, i.identity) for i in request.images]
         assert all(offset + length <= num_prompt for offset, length, _ in spans)
-        tokens = array("i", request.prompt_token_ids)
         seq = Sequence(
             request=request,
             arrival=self._arrivals,
@@ -263,10 +264,9 @@ class Scheduler:
         in the plan already."""
         prefilling: list[Sequence] = []
         running, draft, page_size = self._running, step.draft, self._limits.page_size
-        i = 0
-        while i < len(running) and step.tokens:
+        i = -1
+        while (i := i + 1) < len(running) and step.tokens:
             seq = running[i]
-            i += 1
             if seq.launched < seq.goal:
                 prefilling.append(seq)
             elif len(seq.tokens) + seq.in_flight < seq.end:

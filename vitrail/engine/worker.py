@@ -1,6 +1,7 @@
 """The engine's process: `python -m vitrail.engine.worker FD`, started by `client.py` with one end
 of a socket pair. Ends when the frontend does."""
 
+import gc
 import logging
 import signal
 import socket
@@ -28,6 +29,9 @@ def main(fd: int) -> int:
         except Refused as refused:
             channel.send(Refusal(findings=list(refused.findings)))
             return 1
+        # What start-up made stays; collections between steps need not walk through it.
+        gc.collect()
+        gc.freeze()
         channel.send(Ready(facts=facts))
         channel.send(Stepped(outputs=[], stats=engine.stats()))
         while True:
@@ -45,7 +49,13 @@ def _build(channel: EngineChannel) -> Built:
     def progress(done: int, total: int, name: str) -> None:
         channel.send(Loading(done=done, total=total, name=name))
 
-    return build_engine(config, checkpoint, processor, progress)
+    built = build_engine(config, checkpoint, processor, progress)
+    if start.profile is None:
+        return built
+    from vitrail.engine.profile import profiled
+
+    engine = profiled(built.engine, config, checkpoint, start.profile)
+    return built._replace(engine=engine)
 
 
 def serve_once(channel: EngineChannel, engine: Engine) -> None:

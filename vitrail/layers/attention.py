@@ -9,10 +9,11 @@ which then reads the rows as they are: less memory traffic for a decode.
     sum p v  =  sum p (W_v c)  =  W_v (sum p c)
 
 Legend: T packed tokens, S gathered cache rows, M hidden channels, H heads, D = N + P query and key
-channels (N without position, P rotary), R latent rank, C = R + P cache row, E value channels."""
+channels (N without position, P rotary), R latent rank, C = R + P cache row, E value
+channels, X = H D + C a token's projected row."""
 
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from jaxtyping import Float, Int
@@ -22,13 +23,16 @@ from vitrail.attention.backend import load_backend
 from vitrail.attention.chunked import attend_chunks
 from vitrail.attention.metadata import PagedMetadata, gather_slots, with_chunks
 from vitrail.attention.shape import AttentionSite, Phase
-from vitrail.cache.kv_pool import dequantized
+from vitrail.cache.kv_pool import LatentSlots, dequantized
 from vitrail.cache.spec import LatentKv
 from vitrail.config.model import DType, MlaConfig, TextConfig
 from vitrail.layers.context import ForwardContext
 from vitrail.layers.linear import Linear
 from vitrail.layers.norm import RmsNorm
 from vitrail.layers.rotary import Rotary
+from vitrail.ops.dispatch import select_mla
+from vitrail.ops.mla.naive import LatentNorm, MlaSizes
+from vitrail.ops.rope.naive import Turns
 
 Form = Literal["expanded", "absorbed"]
 
@@ -96,9 +100,10 @@ def mla_sites(text: TextConfig, forms: MlaForms) -> tuple[tuple[AttentionSite, P
 
 
 def mla_context(ctx: ForwardContext, forms: MlaForms) -> ForwardContext:
-    """`ctx` with the pieces that expanding layers attend by: made once for all layers of a step."""
+    """`ctx` with the pieces that expanding layers attend by, made once for all layers of a step
+    where whoever laid it out did not."""
     prefill, decode = ctx.prefill, ctx.decode
-    if prefill is not None and forms.prefill == "expanded":
+    if prefill is not None and forms.prefill == "expanded" and not prefill.chunks:
         prefill = with_chunks(prefill)
     if decode is not None and forms.decode == "expanded":
         decode = with_chunks(decode)
@@ -106,91 +111,98 @@ def mla_context(ctx: ForwardContext, forms: MlaForms) -> ForwardContext:
 
 
 class MlaAttention(nn.Module):
-    """Layer `layer` of a decoder. `kv_a_proj` gives [latent | rotary channels]; `k_b_proj` [H N, R]
-    and `v_b_proj` [H E, R] are the two halves of the published kv_b_proj, heads outermost."""
+    """Layer `layer` of a decoder. `qkv_a_proj` gives [queries by head | latent | rotary channels];
+    `kv_b_proj` [H (N + E), R] is the published one: by head key rows, then value rows."""
 
     def __init__(self, text: TextConfig, layer: int, dtype: torch.dtype, forms: MlaForms):
         super().__init__()
         mla = mla_config(text)
         self.layer, self.forms = layer, forms
-        self.num_heads, self.head_dim = text.num_heads, text.head_dim
-        self.nope, self.rank = mla.qk_nope_head_dim, mla.kv_lora_rank
-        self.v_dim = mla.v_head_dim
+        self.sizes = MlaSizes(
+            heads=text.num_heads,
+            nope=mla.qk_nope_head_dim,
+            rope=mla.qk_rope_head_dim,
+            rank=mla.kv_lora_rank,
+            value=mla.v_head_dim,
+        )
         self.expanded, self.absorbed = expanded_site(text), absorbed_site(text)
-        heads, row = text.num_heads, mla.kv_lora_rank + mla.qk_rope_head_dim
-        self.q_proj = Linear(text.hidden_size, heads * text.head_dim, dtype)
-        self.kv_a_proj = Linear(text.hidden_size, row, dtype)
+        heads, hidden = text.num_heads, text.hidden_size
+        self.qkv_a_proj = Linear(hidden, self.sizes.projected, dtype)
         self.kv_a_norm = RmsNorm(mla.kv_lora_rank, mla.kv_norm_eps, dtype)
-        self.k_b_proj = Linear(mla.kv_lora_rank, heads * mla.qk_nope_head_dim, dtype)
-        self.v_b_proj = Linear(mla.kv_lora_rank, heads * mla.v_head_dim, dtype)
-        self.o_proj = Linear(heads * mla.v_head_dim, text.hidden_size, dtype)
+        wide = mla.qk_nope_head_dim + mla.v_head_dim
+        self.kv_b_proj = Linear(mla.kv_lora_rank, heads * wide, dtype)
+        self.o_proj = Linear(heads * mla.v_head_dim, hidden, dtype)
 
     def forward(
-        self, x_TM: Float[Tensor, "T M"], rotary: Rotary, ctx: ForwardContext
+        self, row_TX: Float[Tensor, "T X"], rotary: Rotary, ctx: ForwardContext
     ) -> Float[Tensor, "T M"]:
-        """Writes the tokens' rows to the cache, then attends to everything written, as it was
-        stored."""
-        q_THD = self.q_proj(x_TM).view(-1, self.num_heads, self.head_dim)
-        q_THD = torch.cat((q_THD[..., : self.nope], rotary(q_THD[..., self.nope :])), dim=-1)
-        row_TC = self.kv_a_proj(x_TM)
-        latent_TR = self.kv_a_norm(row_TC[:, : self.rank])
-        k_pe_TP = rotary(row_TC[:, None, self.rank :])[:, 0]
-        ctx.pool.write_latent(self.layer, ctx.cache_slots, torch.cat((latent_TR, k_pe_TP), dim=-1))
+        """Of the tokens' rows that `qkv_a_proj` gave, which it may overwrite. Writes cache rows,
+        then attends to everything written, as it was stored."""
         split = ctx.num_prefill
         parts: list[Tensor] = []
         if ctx.prefill is not None:
-            form = self.forms.prefill
-            parts.append(self._attend(form, Phase.EXTEND, q_THD[:split], ctx.prefill, ctx))
+            tokens = self._tokens(Phase.EXTEND, slice(0, split), row_TX, rotary, ctx)
+            parts.append(self._attend(self.forms.prefill, tokens, ctx.prefill, ctx))
         if ctx.decode is not None:
-            form = self.forms.decode
-            parts.append(self._attend(form, Phase.DECODE, q_THD[split:], ctx.decode, ctx))
-        out_THE = parts[0] if len(parts) == 1 else torch.cat(parts)
-        return self.o_proj(out_THE.flatten(1))
+            tokens = self._tokens(Phase.DECODE, slice(split, None), row_TX, rotary, ctx)
+            parts.append(self._attend(self.forms.decode, tokens, ctx.decode, ctx))
+        return self.o_proj(parts[0] if len(parts) == 1 else torch.cat(parts))
+
+    def _tokens(
+        self,
+        phase: Phase,
+        at: slice,
+        row_TX: Float[Tensor, "T X"],
+        rotary: Rotary,
+        ctx: ForwardContext,
+    ) -> "_Tokens":
+        into = ctx.pool.latent_slots(self.layer, ctx.cache_slots[at])
+        return _Tokens(phase, row_TX[at], rotary.part(at), into)
 
     def _attend(
-        self,
-        form: Form,
-        phase: Phase,
-        q_THD: Float[Tensor, "T H D"],
-        meta: PagedMetadata,
-        ctx: ForwardContext,
-    ) -> Float[Tensor, "T H E"]:
+        self, form: Form, tokens: "_Tokens", meta: PagedMetadata, ctx: ForwardContext
+    ) -> Float[Tensor, "T HE"]:
         if form == "expanded":
-            return self._attend_expanded(q_THD, meta, ctx)
-        return self._attend_absorbed(phase, q_THD, meta, ctx)
+            return self._attend_expanded(tokens, meta, ctx)
+        return self._attend_absorbed(tokens, meta, ctx)
 
     def _attend_expanded(
-        self, q_THD: Float[Tensor, "T H D"], meta: PagedMetadata, ctx: ForwardContext
-    ) -> Float[Tensor, "T H E"]:
+        self, tokens: "_Tokens", meta: PagedMetadata, ctx: ForwardContext
+    ) -> Float[Tensor, "T HE"]:
+        ops, sizes = select_mla(tokens.row_TX.device), self.sizes
+        norm = LatentNorm(self.kv_a_norm.weight, self.kv_a_norm.eps)
+        q_THD = ops.expanded_queries(tokens.row_TX, norm, tokens.turns, sizes, tokens.into)
         cache_NPC, scale = ctx.pool.latent(self.layer), ctx.pool.scales(self.layer).k
 
         def expand(
             slots_S: Int[Tensor, "S"],
         ) -> tuple[Float[Tensor, "S H D"], Float[Tensor, "S H E"]]:
             row_SC = dequantized(gather_slots(cache_NPC, slots_S), scale, q_THD.dtype)
-            latent_SR, k_pe_SP = row_SC[:, : self.rank], row_SC[:, self.rank :]
-            k_SHN = self.k_b_proj(latent_SR).view(-1, self.num_heads, self.nope)
-            v_SHE = self.v_b_proj(latent_SR).view(-1, self.num_heads, self.v_dim)
-            k_pe_SHP = k_pe_SP[:, None].expand(-1, self.num_heads, -1)
-            return torch.cat((k_SHN, k_pe_SHP), dim=-1), v_SHE
+            return ops.expanded_keys(row_SC, self.kv_b_proj.weight, sizes)
 
         assert meta.chunks, "the model gives its layers an `mla_context`"
         plan = ctx.plans.select(self.expanded, Phase.PREFILL, meta.batch, meta.max_kv_len)
-        return attend_chunks(load_backend(plan.backend), plan, q_THD, meta.chunks, expand).out
+        backend = load_backend(plan.backend)
+        return attend_chunks(backend, plan, q_THD, meta.chunks, expand).out.flatten(1)
 
     def _attend_absorbed(
-        self,
-        phase: Phase,
-        q_THD: Float[Tensor, "T H D"],
-        meta: PagedMetadata,
-        ctx: ForwardContext,
-    ) -> Float[Tensor, "T H E"]:
-        k_b_HNR = self.k_b_proj.weight.view(self.num_heads, self.nope, self.rank)
-        v_b_HER = self.v_b_proj.weight.view(self.num_heads, self.v_dim, self.rank)
-        q_HTN = q_THD[..., : self.nope].transpose(0, 1)
-        q_THR = torch.bmm(q_HTN, k_b_HNR).transpose(0, 1)
-        q_THC = torch.cat((q_THR, q_THD[..., self.nope :]), dim=-1)
-        plan = ctx.plans.select(self.absorbed, phase, meta.batch, meta.max_kv_len)
+        self, tokens: "_Tokens", meta: PagedMetadata, ctx: ForwardContext
+    ) -> Float[Tensor, "T HE"]:
+        ops, sizes = select_mla(tokens.row_TX.device), self.sizes
+        norm = LatentNorm(self.kv_a_norm.weight, self.kv_a_norm.eps)
+        kv_b_HXR = self.kv_b_proj.weight.view(sizes.heads, -1, sizes.rank)
+        k_b_HNR, v_b_HER = kv_b_HXR[:, : sizes.nope], kv_b_HXR[:, sizes.nope :]
+        q_THC = ops.absorbed_queries(tokens.row_TX, k_b_HNR, norm, tokens.turns, sizes, tokens.into)
+        plan = ctx.plans.select(self.absorbed, tokens.phase, meta.batch, meta.max_kv_len)
         cache_NPC, scales = ctx.pool.latent(self.layer), ctx.pool.scales(self.layer)
         out_THR = load_backend(plan.backend).latent(plan, q_THC, cache_NPC, meta, scales).out
-        return torch.bmm(out_THR.transpose(0, 1), v_b_HER.transpose(1, 2)).transpose(0, 1)
+        return ops.values(out_THR, v_b_HER)
+
+
+class _Tokens(NamedTuple):
+    """A phase's tokens: their projected rows, rotation and cache slots."""
+
+    phase: Phase
+    row_TX: Tensor
+    turns: Turns
+    into: LatentSlots

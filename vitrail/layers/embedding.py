@@ -8,6 +8,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from vitrail.layers.linear import parameter
+from vitrail.ops.dispatch import select_linear
 
 
 class VocabEmbedding(nn.Module):
@@ -30,4 +31,4 @@ class LmHead(nn.Module):
         self.weight = parameter(vocab_size, hidden, dtype=dtype)
 
     def forward(self, hidden_TM: Float[Tensor, "T M"]) -> Float[Tensor, "T V"]:
-        return F.linear(hidden_TM, self.weight).float()
+        return select_linear(hidden_TM.device).scores(hidden_TM, self.weight)

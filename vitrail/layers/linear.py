@@ -3,13 +3,12 @@
 Legend: T tokens, I input channels, O output channels, M hidden channels."""
 
 import torch
-import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
 from vitrail.cache.kv_pool import DTYPES
 from vitrail.config.model import DType
-from vitrail.ops.activation.naive import silu_mul
+from vitrail.ops.dispatch import select_linear, select_silu_mul
 
 
 def torch_dtype(dtype: DType) -> torch.dtype:
@@ -31,7 +30,7 @@ class Linear(nn.Module):
         self.bias = parameter(outputs, dtype=dtype) if bias else None
 
     def forward(self, x_TI: Float[Tensor, "T I"]) -> Float[Tensor, "T O"]:
-        return F.linear(x_TI, self.weight, self.bias)
+        return select_linear(x_TI.device).linear(x_TI, self.weight, self.bias)
 
 
 class GatedMlp(nn.Module):
@@ -43,4 +42,5 @@ class GatedMlp(nn.Module):
         self.down_proj = Linear(intermediate, hidden, dtype, bias)
 
     def forward(self, x_TM: Float[Tensor, "T M"]) -> Float[Tensor, "T M"]:
+        silu_mul = select_silu_mul(x_TM.device)
         return self.down_proj(silu_mul(self.gate_up_proj(x_TM)))

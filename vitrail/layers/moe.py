@@ -1,16 +1,15 @@
 """Mixture of experts with a sigmoid router and shared experts.
 
-Legend: T tokens, M hidden channels, X experts, I intermediate channels."""
+Legend: T tokens, M hidden channels, X routed experts, Y all experts, I intermediate channels."""
 
 import torch
-import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
 from vitrail.config.model import MoeConfig
-from vitrail.layers.linear import GatedMlp, parameter
-from vitrail.ops.dispatch import select_experts
-from vitrail.ops.moe.naive import Routing, route
+from vitrail.layers.linear import parameter
+from vitrail.ops.dispatch import select_mixture
+from vitrail.ops.moe.plan import Choice
 
 
 class Router(nn.Module):
@@ -19,33 +18,30 @@ class Router(nn.Module):
 
     def __init__(self, hidden: int, moe: MoeConfig):
         super().__init__()
-        self.moe = moe
+        self.choice = Choice(
+            top_k=moe.top_k,
+            num_shared=moe.num_shared,
+            normalize=moe.normalize,
+            scaling=moe.routed_scaling,
+        )
         self.weight = parameter(moe.num_experts, hidden, dtype=torch.float32)
         self.bias = parameter(moe.num_experts, dtype=torch.float32)
 
-    def forward(self, x_TM: Float[Tensor, "T M"]) -> Routing:
-        logits_TX = F.linear(x_TM.float(), self.weight)
-        moe = self.moe
-        return route(logits_TX, self.bias, moe.top_k, moe.normalize, moe.routed_scaling)
-
 
 class MoeLayer(nn.Module):
-    """Routed experts plus, where the model has them, shared experts as one gated MLP of
-    `num_shared * intermediate_size`. `gate_up` [X, 2I, M] is [gate | up]; `down` [X, M, I]."""
+    """Routed experts and, where the model has them, shared ones, which every token chooses with
+    weight 1: one gated MLP of `num_shared * intermediate_size` is so many experts' sum. `gate_up`
+    [Y, 2I, M] is [gate | up]; `down` [Y, M, I]; the shared experts come last."""
 
     def __init__(self, hidden: int, moe: MoeConfig, dtype: torch.dtype):
         super().__init__()
-        self.widths = (hidden, moe.intermediate_size)
+        experts, inner = moe.num_experts + moe.num_shared, moe.intermediate_size
+        self.widths = (hidden, inner)
         self.router = Router(hidden, moe)
-        self.gate_up = parameter(moe.num_experts, 2 * moe.intermediate_size, hidden, dtype=dtype)
-        self.down = parameter(moe.num_experts, hidden, moe.intermediate_size, dtype=dtype)
-        self.shared = (
-            GatedMlp(hidden, moe.num_shared * moe.intermediate_size, dtype)
-            if moe.num_shared
-            else None
-        )
+        self.gate_up = parameter(experts, 2 * inner, hidden, dtype=dtype)
+        self.down = parameter(experts, hidden, inner, dtype=dtype)
 
     def forward(self, x_TM: Float[Tensor, "T M"]) -> Float[Tensor, "T M"]:
-        run = select_experts(x_TM.device, x_TM.dtype, self.widths)
-        out_TM = run(x_TM, self.router(x_TM), self.gate_up, self.down)
-        return out_TM if self.shared is None else out_TM + self.shared(x_TM)
+        router = self.router
+        run = select_mixture(x_TM.device, x_TM.dtype, self.widths)
+        return run(x_TM, router.weight, router.bias, router.choice, self.gate_up, self.down)

@@ -8,7 +8,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from vitrail.config.model import RopeConfig
-from vitrail.ops.rope.naive import rope_table, rotate
+from vitrail.ops.dispatch import select_rope_table
+from vitrail.ops.rope.naive import Turns, rotate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,6 +21,10 @@ class Rotary:
     sin_TF: Float[Tensor, "T F"]
     interleaved: bool
 
+    def part(self, tokens: slice) -> Turns:
+        """Of some of the tokens, for ops that rotate among other things."""
+        return Turns(self.cos_TF[tokens], self.sin_TF[tokens], self.interleaved)
+
     def __call__(self, x_THD: Float[Tensor, "T H D"]) -> Float[Tensor, "T H D"]:
         return rotate(x_THD, self.cos_TF, self.sin_TF, self.interleaved)
 
@@ -27,5 +32,6 @@ class Rotary:
 def make_rotary(positions_T: Int[Tensor, "T"], rope: RopeConfig) -> Rotary:
     """Computed from the positions alone, on their device: no table of the longest context is
     kept."""
+    rope_table = select_rope_table(positions_T.device)
     cos_TF, sin_TF = rope_table(positions_T, rope.dim, rope.theta, rope.scaling)
     return Rotary(cos_TF=cos_TF, sin_TF=sin_TF, interleaved=rope.interleaved)

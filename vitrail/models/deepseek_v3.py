@@ -41,7 +41,7 @@ from vitrail.models.reading import (
     sized,
     text_model,
 )
-from vitrail.weights.mapping import Copy, Experts, Fuse, Ignore, Row, Split, Tie, WeightMap
+from vitrail.weights.mapping import Copy, Experts, Fuse, Ignore, Row, Tie, WeightMap
 from vitrail.weights.sharding import Segment, Shard
 
 # The norm of the latent has the authors' class default, which is not rms_norm_eps; engines that use
@@ -215,19 +215,27 @@ def text_rows(text: TextConfig, published: str, ours: str) -> tuple[Row, ...]:
 
 def _attention_rows(text: TextConfig, there: str, here: str) -> tuple[Row, ...]:
     mla, heads = mla_config(text), text.num_heads
-
-    def per_head(width: int) -> Shard:
-        return Shard(dim=0, segments=(Segment(units=heads, width=width),))
-
+    row = mla.kv_lora_rank + mla.qk_rope_head_dim
+    wide = mla.qk_nope_head_dim + mla.v_head_dim
     return (
-        Copy(f"{there}.q_proj.weight", f"{here}.q_proj.weight", per_head(text.head_dim)),
-        Copy(f"{there}.kv_a_proj_with_mqa.weight", f"{here}.kv_a_proj.weight"),
+        # Heads of the queries are shared out; every rank makes whole cache rows.
+        Fuse(
+            checkpoints=(f"{there}.q_proj.weight", f"{there}.kv_a_proj_with_mqa.weight"),
+            parameter=f"{here}.qkv_a_proj.weight",
+            sizes=(heads * text.head_dim, row),
+            shard=Shard(
+                dim=0,
+                segments=(
+                    Segment(units=heads, width=text.head_dim),
+                    Segment(units=1, width=row, replicate=True),
+                ),
+            ),
+        ),
         Copy(f"{there}.kv_a_layernorm.weight", f"{here}.kv_a_norm.weight", init="ones"),
-        Split(
-            checkpoint=f"{there}.kv_b_proj.weight",
-            parameters=(f"{here}.k_b_proj.weight", f"{here}.v_b_proj.weight"),
-            groups=heads,
-            shards=(per_head(mla.qk_nope_head_dim), per_head(mla.v_head_dim)),
+        Copy(
+            f"{there}.kv_b_proj.weight",
+            f"{here}.kv_b_proj.weight",
+            Shard(dim=0, segments=(Segment(units=heads, width=wide),)),
         ),
         Copy(
             f"{there}.o_proj.weight",
@@ -238,33 +246,34 @@ def _attention_rows(text: TextConfig, there: str, here: str) -> tuple[Row, ...]:
 
 
 def _mlp_rows(text: TextConfig, there: str, here: str) -> tuple[Row, ...]:
-    """Dense layers and the shared experts are gated MLPs; experts are stacked."""
+    """Dense layers are gated MLPs; experts are stacked, the shared ones (published as one gated MLP
+    of their widths together) after the routed."""
     moe = text.moe
     assert moe is not None
-    rows: list[Row] = []
-    for source, target in ((there, here), (f"{there}.shared_experts", f"{here}.shared")):
-        gate_up = (f"{source}.gate_proj.weight", f"{source}.up_proj.weight")
-        rows += [
-            Fuse(checkpoints=gate_up, parameter=f"{target}.gate_up_proj.weight", shard=ROWS),
-            Copy(f"{source}.down_proj.weight", f"{target}.down_proj.weight", COLUMNS),
-        ]
-    expert = f"{there}.experts.{{expert}}"
+    gate_up = (f"{there}.gate_proj.weight", f"{there}.up_proj.weight")
     return (
-        *rows,
+        Fuse(checkpoints=gate_up, parameter=f"{here}.gate_up_proj.weight", shard=ROWS),
+        Copy(f"{there}.down_proj.weight", f"{here}.down_proj.weight", COLUMNS),
         Copy(f"{there}.gate.weight", f"{here}.router.weight"),
         Copy(f"{there}.gate.e_score_correction_bias", f"{here}.router.bias"),
-        Experts(
-            checkpoints=(f"{expert}.gate_proj.weight", f"{expert}.up_proj.weight"),
-            parameter=f"{here}.gate_up",
-            num_experts=moe.num_experts,
-            shard=Shard(dim=1),
-        ),
-        Experts(
-            checkpoints=(f"{expert}.down_proj.weight",),
-            parameter=f"{here}.down",
-            num_experts=moe.num_experts,
-            shard=Shard(dim=2),
-        ),
+        _expert_rows(moe, there, ("gate_proj", "up_proj"), f"{here}.gate_up", 0),
+        _expert_rows(moe, there, ("down_proj",), f"{here}.down", 1),
+    )
+
+
+def _expert_rows(
+    moe: MoeConfig, there: str, kinds: tuple[str, ...], parameter: str, dim: int
+) -> Experts:
+    """`dim`: of one expert's tensor, the intermediate channels, which ranks share."""
+    stems = [f"{there}.experts.{{expert}}"]
+    stems += [f"{there}.shared_experts"] if moe.num_shared else []
+    return Experts(
+        checkpoints=tuple(f"{stem}.{kind}.weight" for stem in stems for kind in kinds),
+        parameter=parameter,
+        num_experts=moe.num_experts,
+        num_shared=moe.num_shared,
+        dim=dim,
+        shard=Shard(dim=dim + 1),
     )
 
 
@@ -312,8 +321,9 @@ class DecoderLayer(nn.Module):
         ctx: ForwardContext,
     ) -> tuple[Float[Tensor, "T M"], Float[Tensor, "T M"]]:
         """(what is to be added, what it is to be added to)."""
-        x_TM, residual_TM = self.input_norm.add(x_TM, residual_TM)
-        x_TM = self.attention(x_TM, rotary, ctx)
+        project = self.attention.qkv_a_proj
+        row_TX, residual_TM = self.input_norm.add_into(project, x_TM, residual_TM)
+        x_TM = self.attention(row_TX, rotary, ctx)
         x_TM, residual_TM = self.mlp_norm.add(x_TM, residual_TM)
         return self.mlp(x_TM), residual_TM
 

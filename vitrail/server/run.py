@@ -16,6 +16,7 @@ from vitrail.config.engine import EngineConfig
 from vitrail.config.finding import Finding, Refused
 from vitrail.engine.checkpoint import open_checkpoint
 from vitrail.engine.client import EngineClient
+from vitrail.engine.ipc import ProfileWindow
 from vitrail.engine.prepare import Preparer, load_assets
 from vitrail.server.app import App
 
@@ -33,15 +34,28 @@ class Listening(NamedTuple):
 
 
 def serve(
-    config: EngineConfig, *, host: str, port: int, name: str | None, http: Http, api_key: str | None
+    config: EngineConfig,
+    *,
+    host: str,
+    port: int,
+    name: str | None,
+    http: Http,
+    api_key: str | None,
+    profile: ProfileWindow | None = None,
 ) -> int:
-    """Exit code 0 after a signal, 1 if the engine or the HTTP server ended by itself. Raises
-    `Refused` for what cannot be served."""
-    return asyncio.run(_serve(config, host, port, name or config.model, http, api_key))
+    """Exit code 0 after a signal, 1 if the engine or the HTTP server ended by itself. `profile`:
+    what the engine records of its steps. Raises `Refused` for what cannot be served."""
+    return asyncio.run(_serve(config, host, port, name or config.model, http, api_key, profile))
 
 
 async def _serve(
-    config: EngineConfig, host: str, port: int, name: str, http: Http, api_key: str | None
+    config: EngineConfig,
+    host: str,
+    port: int,
+    name: str,
+    http: Http,
+    api_key: str | None,
+    profile: ProfileWindow | None,
 ) -> int:
     address = free_address(host, port)
     checkpoint = open_checkpoint(config.model, config.revision)
@@ -50,7 +64,7 @@ async def _serve(
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     stopped = asyncio.create_task(stop.wait())
-    starting = asyncio.create_task(EngineClient.start(config))
+    starting = asyncio.create_task(EngineClient.start(config, profile=profile))
     await asyncio.wait((starting, stopped), return_when=asyncio.FIRST_COMPLETED)
     if not starting.done():
         starting.cancel()

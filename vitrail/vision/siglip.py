@@ -10,6 +10,7 @@ mlp.fc1, mlp.fc2 of a layer are norm1, attn.qkv, attn.out, norm2, mlp.up, mlp.do
 Legend: N packed patches, F = C*P*P samples of a patch, M hidden channels, n patches of a tile."""
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Float, UInt8
 from torch import Tensor, nn
 
@@ -17,7 +18,7 @@ from vitrail.attention.plan import PlanTable
 from vitrail.attention.shape import AttentionSite, Phase
 from vitrail.config.model import SiglipConfig
 from vitrail.ops.dispatch import select_vision
-from vitrail.ops.vision.naive import Grids
+from vitrail.ops.vision.naive import Grids, normalise
 from vitrail.vision.attention import prepare_vision_attention_metadata
 from vitrail.vision.encoder import EncoderBlock, EncoderShape, Residual
 from vitrail.vision.moonvit import CHANNELS
@@ -77,9 +78,22 @@ class Siglip(nn.Module):
         side = self.config.tile
         packed = Grids.of([(side, side)] * tiles, device) if grids is None else grids
         meta = prepare_vision_attention_metadata(packed, None, plans)
-        embed = self.patch_embed
-        x_NM = select_vision(device).embed(patches_NF, embed.weight, embed.bias)
+        x_NM = self._embed(patches_NF)
         x = Residual((x_NM.unflatten(0, (tiles, length)) + self.pos_embed).flatten(0, 1), None)
         for block in self.blocks:
             x = block(x, meta)
         return x.x if x.delta is None else x.x + x.delta
+
+    def _embed(
+        self, patches_NF: Float[Tensor, "N F"] | UInt8[Tensor, "N F"]
+    ) -> Float[Tensor, "N M"]:
+        """A product with each patch. On a CPU it is the published convolution, whose order of sums
+        decides the logits' fifth digit (docs/notes/nvila.md); a GPU has the product."""
+        layer, side = self.patch_embed, self.config.patch_size
+        if patches_NF.device.type != "cpu":
+            return select_vision(patches_NF.device).embed(patches_NF, layer.weight, layer.bias)
+        patches_NF = normalise(patches_NF, layer.weight.dtype)
+        patches, kernels = (
+            x.unflatten(1, (CHANNELS, side, side)) for x in (patches_NF, layer.weight)
+        )
+        return F.conv2d(patches, kernels, layer.bias, stride=side).flatten(1)

@@ -14,7 +14,9 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from vitrail.config.finding import Finding, Refused
+from vitrail.weights.direct import Span, fill, span_of
 from vitrail.weights.gguf import GgufFile, GgufTensors
+from vitrail.weights.headers import TensorHeader, read_file
 from vitrail.weights.mapping import Box, Init, Names, WeightMap, extents
 from vitrail.weights.plan import LoadPlan, ParameterSpec, Read
 
@@ -38,13 +40,21 @@ def load(
 ) -> None:
     """Replace every meta parameter of `module` by one on `device` filled from `source`, a folder
     of safetensors files or a GGUF file. Parameters keep the dtype the module gave them. Raises
-    `Refused` where a tied tensor is stored with other values. Each file is opened once; a read is
-    one slice of a safetensors file, and one of a GGUF's tensor that was dequantised whole."""
+    `Refused` where a tied tensor is stored with other values, or a file has changed since the plan.
+    What needs no conversion is read by threads (`direct`); else a read is one slice of a
+    safetensors file, and one of a GGUF's tensor that was dequantised whole."""
     found = parameters_of(module)
     assert found == plan.parameters, _difference(found, plan.parameters)
     tensors = _materialize(module, dict(plan.ties), device)
     done, total = 0, plan.read_bytes
-    for read, value in _values(plan.reads, source):
+    reads = plan.reads
+    if isinstance(source, Path):
+        spans, reads = _split(plan.reads, source, tensors)
+        for num_bytes, name in fill(spans, source, device):
+            done += num_bytes
+            if progress is not None:
+                progress(done, total, name)
+    for read, value in _values(reads, source):
         _box(tensors[read.parameter], read.target).copy_(value)
         done += read.num_bytes
         if progress is not None:
@@ -136,6 +146,42 @@ def _settle(module: nn.Module, device: torch.device) -> None:
     assert not meta, f"computed buffers must be made on a real device: {meta}"
     module.to(device)
     assert not any(p.is_meta for p in module.parameters()), "a parameter was left on meta"
+
+
+def _split(
+    reads: tuple[Read, ...], folder: Path, tensors: Mapping[str, Tensor]
+) -> tuple[list[Span], tuple[Read, ...]]:
+    """Reads that are runs of bytes, and the others. Raises `Refused` for a file that is not what it
+    was when the plan was made."""
+    held: dict[str, dict[str, TensorHeader]] = {}
+    spans: list[Span] = []
+    others: list[Read] = []
+    for read in reads:
+        if read.file not in held:
+            found = read_file(folder / read.file)
+            if isinstance(found, Finding):
+                raise Refused(found)
+            held[read.file] = {header.name: header for header in found}
+        header = held[read.file].get(read.tensor)
+        if header is None:
+            raise Refused(_changed(read))
+        span = span_of(read, header, tensors[read.parameter])
+        if span is None:
+            others.append(read)
+        else:
+            assert span.target.numel() == read.num_bytes, f"{read.tensor}: {read.num_bytes} bytes"
+            spans.append(span)
+    return spans, tuple(others)
+
+
+def _changed(read: Read) -> Finding:
+    return Finding(
+        where=f"{read.file}: {read.tensor}",
+        saw="no such tensor, where there was one when loading was planned",
+        rule="a file does not change while it is read",
+        change="start again when the checkpoint is complete",
+        code="bad_checkpoint",
+    )
 
 
 def _values(reads: tuple[Read, ...], source: Path | GgufFile) -> Iterator[tuple[Read, Tensor]]:

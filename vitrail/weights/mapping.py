@@ -130,9 +130,14 @@ class _ManyToOne:
     def rules(self) -> tuple[Rule, ...]:
         return (self.shard,)
 
+    @property
+    def fused(self) -> tuple[str, ...]:
+        """The tensors that lie along the fused dim."""
+        return self.checkpoints
+
     def parts(self, extent: int) -> tuple[tuple[int, int], ...]:
-        """The interval of each checkpoint tensor along the fused dim of `extent`."""
-        count = len(self.checkpoints)
+        """The interval of each of `fused` along the fused dim of `extent`."""
+        count = len(self.fused)
         sizes = self.sizes or (extent // count,) * count
         fits = len(sizes) == count and sum(sizes) == extent
         assert fits, f"{self.parameter}: {extent} along dim {self.dim} is not parts of {sizes}"
@@ -188,26 +193,48 @@ def _paired(checkpoint: str, stored: Shape, start: int, width: int) -> Source:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Experts(_ManyToOne):
     """Tensors of `num_experts` experts stacked on a new dim 0; where several are named they are
-    first fused along `dim` *of one expert's tensor*: gate [I, H] and up [I, H] -> [E, 2 I, H]."""
+    first fused along `dim` *of one expert's tensor*: gate [I, H] and up [I, H] -> [E, 2 I, H].
+    With `num_shared`, the second half of `checkpoints` are the tensors of so many more experts,
+    each tensor side by side along `dim`, and stacked after the others:
+
+        gate, up of e0, ... | gate of s0 s1 | up of s0 s1 |  ->  e0 | ... | s0 | s1 |
+    """
 
     num_experts: int
+    num_shared: int = 0
+
+    @property
+    def fused(self) -> tuple[str, ...]:
+        return self.checkpoints[: len(self.checkpoints) // 2 if self.num_shared else None]
 
     def sources(self, shapes: tuple[Shape, ...]) -> tuple[Source, ...]:
         (shape,) = shapes
-        assert shape[0] == self.num_experts, (
-            f"{self.parameter}: {list(shape)} for {self.num_experts} experts"
+        assert shape[0] == self.num_experts + self.num_shared, (
+            f"{self.parameter}: {list(shape)} for {self.num_experts} + {self.num_shared} experts"
         )
-        dim = self.dim + 1
         axes = (None, *range(len(shape) - 1))
+        parts = self.parts(shape[self.dim + 1])
         found: list[Source] = []
         for expert in range(self.num_experts):
-            row = with_interval(whole(shape), 0, (expert, expert + 1))
-            for checkpoint, part in zip(self.checkpoints, self.parts(shape[dim]), strict=True):
-                place = with_interval(row, dim, part)
+            for checkpoint, part in zip(self.fused, parts, strict=True):
+                place = self._place(shape, expert, part)
                 stored = extents(place)[1:]
                 name = checkpoint.replace("{expert}", str(expert))
                 found.append(Source(name, stored, (Piece(whole(stored), 0, place, axes),)))
+        shared = self.checkpoints[len(self.fused) :]
+        for checkpoint, part in zip(shared, parts, strict=True) if shared else ():
+            pieces: list[Piece] = []
+            width = part[1] - part[0]
+            stored = with_extent(shape[1:], self.dim, width * self.num_shared)
+            for i in range(self.num_shared):
+                taken = with_interval(whole(stored), self.dim, (i * width, (i + 1) * width))
+                pieces.append(Piece(taken, 0, self._place(shape, self.num_experts + i, part), axes))
+            found.append(Source(checkpoint, stored, tuple(pieces)))
         return tuple(found)
+
+    def _place(self, shape: Shape, expert: int, part: tuple[int, int]) -> Box:
+        row = with_interval(whole(shape), 0, (expert, expert + 1))
+        return with_interval(row, self.dim + 1, part)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -409,6 +436,10 @@ def extents(box: Box) -> Shape:
 
 def with_interval(box: Box, dim: int, interval: tuple[int, int]) -> Box:
     return (*box[:dim], interval, *box[dim + 1 :])
+
+
+def with_extent(shape: Shape, dim: int, extent: int) -> Shape:
+    return (*shape[:dim], extent, *shape[dim + 1 :])
 
 
 def intervals(sizes: Iterable[int]) -> tuple[tuple[int, int], ...]:

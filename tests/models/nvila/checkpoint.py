@@ -26,22 +26,22 @@ TEMPLATE = (
 TEXT = QWEN2 | {"vocab_size": VOCAB, "max_position_embeddings": 4096}
 
 
-def config_of(lite: bool) -> dict[str, Any]:
+def config_of(lite: bool, side: int) -> dict[str, Any]:
     return (NVILA_LITE if lite else NVILA) | {
         "text_config": TEXT,
-        "vision_config": SIGLIP | {"image_size": SIDE, "patch_size": 14},
+        "vision_config": SIGLIP | {"image_size": side, "patch_size": 14},
         "image_token_id": MEDIA_PAD,
         "video_token_id": MEDIA_PAD + 1,
     }
 
 
-def write_nvila(folder: Path, *, lite: bool = False) -> Path:
-    """One folder; weights are drawn wide enough that answers vary."""
+def write_nvila(folder: Path, *, lite: bool = False, side: int = SIDE) -> Path:
+    """One folder, tiles of `side` pixels; weights are drawn wide enough that answers vary."""
     folder.mkdir(parents=True, exist_ok=True)
-    config = config_of(lite)
+    config = config_of(lite, side)
     _dump(folder / "config.json", config)
     _dump(folder / "generation_config.json", {"eos_token_id": [424, IM_END]})
-    size = {"height": SIDE, "width": SIDE}
+    size = {"height": side, "width": side}
     _dump(folder / "preprocessor_config.json", PREPROCESSOR | {"size": size})
     for name in ("tiktoken.model", "tokenizer_config.json"):
         shutil.copy(TOKENIZER / name, folder / name)

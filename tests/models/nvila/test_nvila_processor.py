@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from vitrail.config.finding import Finding, Refused
-from vitrail.models.nvila.processor import NvilaProcessor, choose_tiles
+from vitrail.models.nvila.processor import MIN_TILES, NvilaProcessor, choose_tiles
 from vitrail.vision.image import DecodedImage, ImageLimits, from_array
 from vitrail.vision.preprocess import ImageGrid
 
@@ -70,6 +70,25 @@ def test_the_published_choices(
     assert {(p.sequences, p.num_tokens) for p in parts} == {(1, 121)}
     made = LITE.parts(picture(width, height), True)
     assert [p.grid for p in made] == list(parts)
+
+
+def test_every_tile_has_the_golden_pixels() -> None:
+    """The golden data keeps the sum of each tile's samples, of pictures drawn one after another
+    from one generator: the authors' choice, resize, order and crop, and the whole as the last."""
+    rng = np.random.default_rng(0)
+    for width, height in ((640, 480), (1920, 1080), (300, 1200), (448, 448), (37, 91)):
+        noise = rng.integers(0, 255, (height, width, 3), dtype=np.uint8)
+        image = from_array(noise, LIMITS, "image")
+        count, *sums = np.load(GOLDEN)[f"tiles_{width}x{height}"].tolist()
+        parts = LITE.parts(image, True)
+        assert [int(part.patches.sum(dtype=int)) for part in parts] == sums
+        assert len(sums) == count
+        # 8B's first tile is the same whole; where Lite has its block, its last ones are the same
+        (eight,) = S2.parts(image, True)
+        tiles = eight.patches.reshape(eight.grid.sequences, -1).sum(1, dtype=int).tolist()
+        assert tiles[0] == sums[-1]
+        if count - 1 >= MIN_TILES:
+            assert tiles[5:] == sums[:-1]
 
 
 def test_several_pictures_and_frames_are_one_tile_each() -> None:

@@ -2,6 +2,7 @@
 for every vision model."""
 
 import base64
+import json
 from pathlib import Path
 from typing import Any
 
@@ -189,6 +190,35 @@ def test_the_number_of_frames_is_the_engines_choice(folders: dict[str, Path]) ->
     assert shown(llm, clip()) == ["[1]", "\n"] * 3
     with pytest.raises(Refused, match="6 images. Rule: at most 5"):
         llm.prepare(message(clip(), clip()))
+
+
+def test_a_checkpoint_says_how_many_frames_and_the_engine_may_say_otherwise(
+    folders: dict[str, Path], tmp_path: Path
+) -> None:
+    """The authors' config.json has `num_video_frames`. What does not fit in a request is refused
+    before weights are read."""
+    folder = in_sub_folders(folders["nvila"], tmp_path / "parts")
+
+    def say(frames: Any) -> None:
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(config | {"num_video_frames": frames}))
+
+    for frames, choices, seen in (
+        (5, {}, 5),
+        (5, {"video_frames": 3}, 3),
+        (70, {"video_frames": 2}, 2),
+    ):
+        say(frames)
+        llm = small(folder, **choices)
+        assert llm.preparer.video_frames == seen
+    say(9)
+    with pytest.raises(Refused, match=r"9 frames a video \(the checkpoint's\), 6 images a request"):
+        small(folder, max_images=6)
+    assert small(folder, max_images=0).preparer.video_frames == 9
+    for bad in (0, -1, 10**6, 2.5, "8"):
+        say(bad)
+        with pytest.raises(Refused, match="num_video_frames"):
+            small(folder)
 
 
 def test_f01_f06_a_video_is_never_fetched(llms: dict[str, LLM]) -> None:

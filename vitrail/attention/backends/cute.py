@@ -13,13 +13,14 @@ from cutlass import Float32, Int32, cute
 from jaxtyping import Float
 from torch import Tensor
 
-from vitrail.attention.backend import UNSCALED, Attended, AttentionBackend
-from vitrail.attention.backends.triton import factors, join, prepare
+from vitrail.attention.backend import UNSCALED, Attended, AttentionBackend, Sent
+from vitrail.attention.backends.triton import factors, join, pack_records, prepare
 from vitrail.attention.call import check_tensors, is_wide
 from vitrail.attention.decode_spec import Spec, spec
 from vitrail.attention.kernels.decode_sm90 import DecodeSm90
 from vitrail.attention.metadata import PagedMetadata, VarlenMetadata
 from vitrail.attention.plan import AttentionPlan
+from vitrail.attention.records import Lengths
 from vitrail.config.model import KvScales
 
 
@@ -61,6 +62,10 @@ def compiled(made: Spec) -> Callable[..., None]:
 
 class Cute:
     """Stateless."""
+
+    def pack(self, plan: AttentionPlan, lengths: Lengths) -> Sent:
+        """Records."""
+        return pack_records(plan, lengths)
 
     def varlen(
         self,

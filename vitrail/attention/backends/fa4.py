@@ -12,26 +12,30 @@ Legend: T packed queries, S packed keys, H query heads, K key heads, D head_dim,
 N pages, P page size, C latent channels, X splits."""
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
 from inspect import signature
-from typing import Any, NamedTuple
+from itertools import accumulate
+from typing import Any, NamedTuple, cast
 
+import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from vitrail.attention.backend import UNSCALED, Attended, AttentionBackend
+from vitrail.attention.backend import UNSCALED, Attended, AttentionBackend, Sent
 from vitrail.attention.backends import triton
 from vitrail.attention.call import WIDE_BYTES, check_lengths, check_tensors, is_wide
 from vitrail.attention.fa4 import weights_in_registers
+from vitrail.attention.fa4_calls import cut
 from vitrail.attention.kernels.mend import mend
-from vitrail.attention.metadata import PagedMetadata, VarlenMetadata, prefix_sums
+from vitrail.attention.metadata import PagedMetadata, VarlenMetadata, lengths_of
 from vitrail.attention.plan import AttentionPlan
+from vitrail.attention.records import Lengths
 from vitrail.attention.shape import Phase
 from vitrail.config.model import KvScales
 
@@ -200,79 +204,12 @@ def kernels_of(launch: Launch) -> Kernels:
     return compile_launch(launch)
 
 
-class Part(NamedTuple):
-    """One call: packed queries `rows` against packed keys `keys`, `causal` with the last query at
-    the last key; `q_lens`, `kv_lens` of its sequences."""
-
-    rows: slice
-    keys: slice
-    causal: bool
-    q_lens: tuple[int, ...]
-    kv_lens: tuple[int, ...]
-
-
-class Cut(NamedTuple):
-    """Calls that together make a batch, and packed rows that see no key."""
-
-    parts: tuple[Part, ...]
-    blank: tuple[slice, ...]
-
-
-def cut(causal: bool, window: bool, meta: VarlenMetadata) -> Cut:
-    """Sequence by sequence: rows before the first key are blank, rows up to the last key are
-    aligned with the end of the keys that they see, rows from there on see all keys. Neighbours go
-    in one call where their rows and keys are neighbours."""
-    parts: list[Part] = []
-    blank: list[slice] = []
-    row = key = 0
-    for n, m, start in zip(meta.q_lens, meta.kv_lens, meta.q_starts, strict=True):
-        assert not window or not n or start == m - n >= 0, (
-            f"{n} queries from {start} on against {m} keys: under a window the last ones meet"
-        )
-        first, aligned, seen = _edges(causal, n, m, start)
-        if first:
-            blank.append(slice(row, row + first))
-        for begin, end, ends in ((first, aligned, True), (aligned, n, False)):
-            if begin < end:
-                rows, keys = slice(row + begin, row + end), slice(key, key + seen)
-                _append(parts, Part(rows, keys, ends and causal, (end - begin,), (seen,)))
-        row, key = row + n, key + m
-    return Cut(tuple(parts), tuple(blank))
-
-
-def _edges(causal: bool, n: int, m: int, start: int) -> tuple[int, int, int]:
-    """Of a sequence of n queries from position `start` and m keys: rows that see none, rows up to
-    the last that is aligned with an end, keys that any row sees."""
-    if not causal:
-        return (0, n, m) if m else (n, n, 0)
-    seen = min(m, max(start + n, 0))
-    if not seen:
-        return n, n, 0
-    first = min(max(-start, 0), n)
-    return first, min(max(seen - start, first), n), seen
-
-
-def _append(parts: list[Part], part: Part) -> None:
-    last = parts[-1] if parts else None
-    if (
-        last is None
-        or last.causal != part.causal
-        or last.rows.stop != part.rows.start
-        or last.keys.stop != part.keys.start
-    ):
-        parts.append(part)
-        return
-    parts[-1] = Part(
-        slice(last.rows.start, part.rows.stop),
-        slice(last.keys.start, part.keys.stop),
-        part.causal,
-        last.q_lens + part.q_lens,
-        last.kv_lens + part.kv_lens,
-    )
-
-
 class Fa4:
     """Stateless."""
+
+    def pack(self, plan: AttentionPlan, lengths: Lengths) -> Sent:
+        """Prefix sums of the calls that the batch is cut in."""
+        return pack_calls(plan, lengths)
 
     def varlen(
         self,
@@ -338,30 +275,54 @@ class Prepared(NamedTuple):
     num_keys: int
 
 
+def pack_calls(plan: AttentionPlan, lengths: Lengths) -> Sent:
+    """Prefix sums of the lengths of calls that are not the whole batch's: int32 [2, B + 1]."""
+    site = plan.shape.site
+    if lengths.paged:
+        return Sent((), lambda meta, _: _paged_call(plan, meta))
+    made = cut(site.causal, site.window is not None, lengths)
+    whole = (lengths.q_lens, lengths.kv_lens)
+    arrays = tuple(
+        np.array([[0, *accumulate(n)] for n in (part.q_lens, part.kv_lens)], dtype=np.int32)
+        for part in made.parts
+        if (part.q_lens, part.kv_lens) != whole
+    )
+
+    def place(meta: VarlenMetadata, tensors: Sequence[Tensor]) -> Prepared:
+        check_lengths(plan, meta)
+        calls, sums = list[Call](), iter(tensors)
+        for part in made.parts:
+            mine = (part.q_lens, part.kv_lens) == whole
+            cu_q, cu_kv = (meta.cu_q, meta.cu_kv) if mine else next(sums)
+            kernels = kernels_of(launch_of(plan, part.causal))
+            lengths = (cu_q, cu_kv, None, None)
+            calls.append(Call(kernels, part.rows, part.keys, part.causal, lengths))
+        return Prepared(tuple(calls), made.blank, sum(meta.q_lens), sum(meta.kv_lens))
+
+    return Sent(arrays, place)
+
+
+def _paged_call(plan: AttentionPlan, meta: PagedMetadata) -> Prepared:
+    check_lengths(plan, meta)
+    num_tokens = sum(meta.q_lens)
+    if not num_tokens:
+        return Prepared((), (), 0, 0)
+    assert len(meta.block_table) == meta.batch, meta.block_table.shape
+    for q_len, kv_len in zip(meta.q_lens, meta.kv_lens, strict=True):
+        assert q_len <= kv_len, f"{q_len} queries are the last of {kv_len} keys"
+    lengths = (meta.cu_q, None, meta.kv_lens_dev, meta.block_table)
+    causal = plan.shape.site.causal
+    call = Call(kernels_of(launch_of(plan, causal)), WHOLE, WHOLE, causal, lengths)
+    return Prepared((call,), (), num_tokens, 0)
+
+
 def _prepare(
     plan: AttentionPlan, meta: VarlenMetadata | PagedMetadata, device: torch.device
 ) -> Prepared:
-    check_lengths(plan, meta)
-    site, num_tokens = plan.shape.site, sum(meta.q_lens)
-    if isinstance(meta, PagedMetadata):
-        if not num_tokens:
-            return Prepared((), (), 0, 0)
-        assert len(meta.block_table) == meta.batch, meta.block_table.shape
-        for q_len, kv_len in zip(meta.q_lens, meta.kv_lens, strict=True):
-            assert q_len <= kv_len, f"{q_len} queries are the last of {kv_len} keys"
-        lengths = (meta.cu_q, None, meta.kv_lens_dev, meta.block_table)
-        kernels = kernels_of(launch_of(plan, site.causal))
-        call = Call(kernels, WHOLE, WHOLE, site.causal, lengths)
-        return Prepared((call,), (), num_tokens, 0)
-    made = cut(site.causal, site.window is not None, meta)
-    calls: list[Call] = []
-    for part in made.parts:
-        mine = part.q_lens == meta.q_lens and part.kv_lens == meta.kv_lens
-        cu_q = meta.cu_q if mine else prefix_sums(part.q_lens, device)
-        cu_kv = meta.cu_kv if mine else prefix_sums(part.kv_lens, device)
-        kernels = kernels_of(launch_of(plan, part.causal))
-        calls.append(Call(kernels, part.rows, part.keys, part.causal, (cu_q, cu_kv, None, None)))
-    return Prepared(tuple(calls), made.blank, num_tokens, sum(meta.kv_lens))
+    """For whoever sent nothing."""
+    sent = pack_calls(plan, lengths_of(meta))
+    tensors = [torch.from_numpy(a).to(device) for a in sent.arrays]
+    return cast(Prepared, sent.place(meta, tensors))
 
 
 def _attend(

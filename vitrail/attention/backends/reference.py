@@ -26,6 +26,7 @@ from torch import Tensor
 from vitrail.attention.backend import UNSCALED, Attended, AttentionBackend
 from vitrail.attention.metadata import PagedMetadata, VarlenMetadata, gather_slots
 from vitrail.attention.plan import AttentionPlan
+from vitrail.attention.records import Lengths
 from vitrail.attention.shape import AttentionSite
 from vitrail.config.model import KvScales
 
@@ -49,6 +50,10 @@ class _Span:
 
 class Reference:
     """Stateless."""
+
+    def pack(self, plan: AttentionPlan, lengths: Lengths) -> None:
+        """Spans are decided on the host."""
+        return
 
     def varlen(
         self,

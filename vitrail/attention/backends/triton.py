@@ -8,22 +8,28 @@ Legend: T packed queries, S packed keys, H query heads, K key heads, D head_dim,
 N pages, P page size, C latent rank + rotary channels."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from itertools import accumulate
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 from triton import KernelInterface
 
-from vitrail.attention.backend import UNSCALED, Attended, AttentionBackend
+from vitrail.attention.backend import UNSCALED, Attended, AttentionBackend, Sent
 from vitrail.attention.call import WIDE_BYTES, check_lengths, check_tensors, is_wide
 from vitrail.attention.kernels.attend import attend
 from vitrail.attention.kernels.combine import combine
-from vitrail.attention.metadata import PagedMetadata, VarlenMetadata, Work
+from vitrail.attention.metadata import PagedMetadata, VarlenMetadata, Work, lengths_of
 from vitrail.attention.plan import AttentionPlan
-from vitrail.attention.records import COMBINE_FIELDS, COMBINE_SPLITS, make_records, padded
+from vitrail.attention.records import (
+    COMBINE_FIELDS,
+    COMBINE_SPLITS,
+    Lengths,
+    padded,
+    records_of,
+)
 from vitrail.attention.shape import PAGED, Phase
 from vitrail.attention.tiles import DTYPE_BYTES
 from vitrail.config.model import KvScales
@@ -32,6 +38,9 @@ LOG2_E = math.log2(math.e)
 # What a joining program holds at once, over all splits and channels.
 COMBINE_WARPS, COMBINE_VALUES = 4, 4096
 COMBINE_MANY_ROWS = 256
+# Of few rows, read at once: then a row of many splits is joined by as many programs as it has.
+COMBINE_MANY_SPLITS = 128
+JOIN_PROGRAMS = 1024  # more would queue for a GPU's SMs, where a graph has records to spare
 STRIDES = (
     "q_token",
     "q_head",
@@ -126,12 +135,16 @@ def join_launch(plan: AttentionPlan) -> Launch:
     # order of a sum follows from it, so batch-invariant ones are all alike.
     shape, fixed = plan.shape, plan.shape.batch_invariant
     channels = 1 << (site.head_dim_v - 1).bit_length()
+    at_once = COMBINE_SPLITS
+    if not fixed:
+        at_once = min(max(1 << (plan.max_splits - 1).bit_length(), at_once), COMBINE_MANY_SPLITS)
     if fixed or shape.batch * shape.max_q_len * site.num_q_heads < COMBINE_MANY_ROWS:
-        channels = min(channels, COMBINE_VALUES // COMBINE_SPLITS)
+        channels = min(channels, COMBINE_VALUES // at_once)
     splits = COMBINE_VALUES // channels
     if not fixed:
         splits = min(1 << (plan.max_splits - 1).bit_length(), splits)
-    types = {"out": f"*{TYPES[plan.shape.dtype]}", "records": "*i32", "live_rows": "i32"}
+    types = {"out": f"*{TYPES[plan.shape.dtype]}", "records": "*i32"}
+    types |= {"live_rows": "i32", "num_rows": "i32"}
     types |= dict.fromkeys(("lse", "part", "part_lse"), "*fp32")
     return Launch(
         kernel=combine,
@@ -154,6 +167,10 @@ def join_launch(plan: AttentionPlan) -> Launch:
 
 class Triton:
     """Stateless."""
+
+    def pack(self, plan: AttentionPlan, lengths: Lengths) -> Sent:
+        """Records."""
+        return pack_records(plan, lengths)
 
     def varlen(
         self,
@@ -198,6 +215,17 @@ class Triton:
 BACKEND: AttentionBackend = Triton()
 
 
+def pack_records(plan: AttentionPlan, lengths: Lengths) -> Sent:
+    """The records of a batch."""
+    records = records_of(plan, lengths)
+
+    def place(meta: VarlenMetadata | PagedMetadata, arrays: Sequence[Tensor]) -> Work:
+        check_lengths(plan, meta)
+        return Work(items=arrays[0], combines=arrays[1], slots=records.slots)
+
+    return Sent((records.items, records.combines), place)
+
+
 def prepare(
     plan: AttentionPlan,
     meta: VarlenMetadata | PagedMetadata,
@@ -207,12 +235,7 @@ def prepare(
     """The records of a batch, on the device by one copy that waits for nothing. `room`: as many
     items and combines, the rest of them empty, for a graph that other batches use as well."""
     check_lengths(plan, meta)
-    if isinstance(meta, PagedMetadata):
-        starts = [kv - q for q, kv in zip(meta.q_lens, meta.kv_lens, strict=True)]
-        bases = range(meta.batch)
-    else:
-        starts, bases = meta.q_starts, list(accumulate(meta.kv_lens, initial=0))[:-1]
-    records = make_records(plan, meta.q_lens, meta.kv_lens, starts, bases)
+    records = records_of(plan, lengths_of(meta))
     if room is not None:
         records = padded(records, *room)
     flat = torch.cat(
@@ -292,13 +315,15 @@ def join(
     group = site.num_q_heads // site.num_kv_heads
     live_rows = min(plan.tile_m, meta.max_q_len * group)
     blocks = -(-site.head_dim_v // launch.constants["E_BLOCK"])
-    launch.kernel[(len(work.combines) * site.num_kv_heads * live_rows, blocks)](
+    num_rows = len(work.combines) * site.num_kv_heads * live_rows
+    launch.kernel[(min(num_rows, JOIN_PROGRAMS), blocks)](
         out_THE,
         lse_TH,
         part,
         part_lse,
         work.combines,
         live_rows,
+        num_rows,
         **launch.constants,
         **launch.options,
     )

@@ -10,7 +10,7 @@ from triton.language.extra.cuda import gdc_wait
 
 
 @triton.jit(
-    do_not_specialize=["live_rows"],
+    do_not_specialize=["live_rows", "num_rows"],
     do_not_specialize_on_alignment=["lse", "part_lse", "records"],
 )
 def combine(
@@ -20,6 +20,7 @@ def combine(
     part_lse,
     records,
     live_rows,
+    num_rows,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     TILE_M: tl.constexpr,
@@ -28,20 +29,46 @@ def combine(
     SPLITS: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Program (i, j): record i // (KV_HEADS * live_rows), then key head, then row of the tile, of
-    which only live_rows are ever used; channels from j * E_BLOCK on. SPLITS: read at once.
-    EARLY: launched while the partial results are still being made."""
-    group: tl.constexpr = HEADS // KV_HEADS
+    """Program (i, j): rows i, i + programs, ... of num_rows, up to the first record that is empty.
+    Row r: record r // (KV_HEADS * live_rows), then key head, then row of the tile, of which only
+    live_rows are ever used; channels from j * E_BLOCK on. SPLITS: read at once. EARLY: launched
+    while the partial results are still being made."""
     if EARLY:
         gdc_wait()  # also where there is nothing to do: what comes next waits for this launch alone
-    program = tl.program_id(0)
-    tile_row = program % live_rows
-    kv_head = program // live_rows % KV_HEADS
-    record = records + (program // live_rows // KV_HEADS) * 5
+    at = tl.program_id(0)
+    while at < num_rows:
+        tile_row = at % live_rows
+        kv_head = at // live_rows % KV_HEADS
+        record = records + (at // live_rows // KV_HEADS) * 5
+        rows = tl.load(record + 2)
+        flat = tl.load(record + 1) + tile_row
+        if flat < rows:
+            _combine_row(
+                out, lse, part, part_lse, record, flat, kv_head, tile_row, HEADS, KV_HEADS, TILE_M,
+                E, E_BLOCK, SPLITS,
+            )  # fmt: skip
+        at = tl.where(rows > 0, at + tl.num_programs(0), num_rows)
+
+
+@triton.jit
+def _combine_row(
+    out,
+    lse,
+    part,
+    part_lse,
+    record,
+    flat,
+    kv_head,
+    tile_row,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    TILE_M: tl.constexpr,
+    E: tl.constexpr,
+    E_BLOCK: tl.constexpr,
+    SPLITS: tl.constexpr,
+):
+    group: tl.constexpr = HEADS // KV_HEADS
     q_row = tl.load(record)
-    flat = tl.load(record + 1) + tile_row
-    if flat >= tl.load(record + 2):
-        return
     slot = tl.load(record + 3)
     splits = tl.load(record + 4)
     e = tl.program_id(1) * E_BLOCK + tl.arange(0, E_BLOCK)

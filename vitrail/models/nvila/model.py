@@ -52,6 +52,7 @@ ONE_FOLDER = {
 }
 SUB_FOLDERS = {"llava_llama": "LlavaLlamaModel", "vila": "VILAForCasualLM"}
 TOWER = "vision_tower.vision_model."
+MAX_VIDEO_FRAMES = 8192
 
 # Newer transformers left out the inner prefix.
 ALIASES = (
@@ -75,7 +76,6 @@ _AUTHORS = (
     "model_dtype",
     "model_name_or_path",
     "num_time_tokens",
-    "num_video_frames",
     "resume_path",
     "s2_max_split_size",
     "soft_ce_std",
@@ -116,11 +116,13 @@ def read_config(
         text_keys, vision_keys = keys.child("llm_cfg"), keys.child("vision_tower_cfg")
         text_keys.ignore(_LLM)
         image_token_id, tied = IMAGE_TOKEN_ID, None
+        frames = keys.take_optional("num_video_frames", int)
     else:
         architecture, generation_kind = ONE_FOLDER.get(kind, ""), kind
         text_keys, vision_keys = keys.child("text_config"), keys.child("vision_config")
         image_token_id = keys.take("image_token_id", int)
         keys.ignore(("video_token_id",))
+        frames = None
         tied = keys.take_optional("tie_word_embeddings", bool)
     text = qwen2.read_text_config(text_keys, tie_default=tied or False)
     vision = _read_vision(vision_keys, generation_kind)
@@ -129,7 +131,7 @@ def read_config(
     outer, inner = read_token_facts(keys), read_token_facts(text_keys)
     for each in (text_keys, vision_keys, keys):
         each.finish()
-    keys.findings.extend(_findings(vision, image_token_id))
+    keys.findings.extend(_findings(vision, image_token_id, frames))
     eos = {*outer.eos, *inner.eos, *read_generation(generation, keys.findings)}
     dtype = checked_dtype(outer.dtype or inner.dtype, keys.findings)
     if keys.findings:
@@ -143,6 +145,7 @@ def read_config(
         eos_token_ids=tuple(sorted(eos)),
         bos_token_id=inner.bos if outer.bos is None else outer.bos,
         pad_token_id=inner.pad if outer.pad is None else outer.pad,
+        video_frames=frames,
     )
 
 
@@ -190,8 +193,8 @@ def _read_vision(keys: Keys, kind: str) -> SiglipConfig:
     )
 
 
-def _findings(vision: SiglipConfig, image_token_id: int) -> list[Finding]:
-    """Sizes that no such tower can have."""
+def _findings(vision: SiglipConfig, image_token_id: int, video_frames: int | None) -> list[Finding]:
+    """Sizes that no such tower can have, and numbers of frames that no video is seen in."""
     sizes = {
         "vision: patch_size": (vision.patch_size, MAX_PATCHES),
         "vision: image_size": (vision.image_size, MAX_PATCHES),
@@ -205,6 +208,7 @@ def _findings(vision: SiglipConfig, image_token_id: int) -> list[Finding]:
         return found
     heads, patch = vision.num_heads, vision.patch_size
     eps, token = vision.layer_norm_eps, 0 <= image_token_id <= MAX_POSITIONS
+    seen = video_frames is None or 1 <= video_frames <= MAX_VIDEO_FRAMES
     divides, whole = vision.hidden_size % heads == 0, vision.image_size % patch == 0
     return broken(
         [
@@ -212,6 +216,7 @@ def _findings(vision: SiglipConfig, image_token_id: int) -> list[Finding]:
             ("vision: image_size", vision.image_size, f"whole patches of {patch}", whole),
             ("vision: layer_norm_eps", eps, "above 0 and finite", 0 < eps < math.inf),
             ("image_token_id", image_token_id, f"0 to {MAX_POSITIONS}", token),
+            ("num_video_frames", video_frames, f"1 to {MAX_VIDEO_FRAMES}", seen),
         ]
     )
 

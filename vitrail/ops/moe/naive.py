@@ -1,7 +1,7 @@
 """The definition of the mixture of experts: sigmoid router with a correction bias, gated experts.
 
 Legend: T tokens, M hidden channels, X experts, K experts a token, I intermediate channels, F = 2I
-([gate | up])."""
+([gate | up]); Y experts and J experts a token with the shared ones."""
 
 from typing import NamedTuple
 
@@ -11,6 +11,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from vitrail.ops.activation.naive import silu_mul
+from vitrail.ops.moe.plan import Choice
 
 # Added to the sum of the chosen scores before dividing, as the model's authors do.
 SUM_FLOOR = 1e-20
@@ -41,6 +42,23 @@ def route(
     if normalize:
         weights_TK = weights_TK / (weights_TK.sum(-1, keepdim=True) + SUM_FLOOR)
     return Routing(ids_TK, weights_TK * scaling)
+
+
+def naive_route(
+    x_TM: Float[Tensor, "T M"],
+    router_XM: Float[Tensor, "X M"],
+    bias_X: Float[Tensor, "X"],
+    choice: Choice,
+) -> Routing:
+    """`route` by the router's product in fp32; then the shared experts, numbered after the routed,
+    with weight 1."""
+    logits_TX = F.linear(x_TM.float(), router_XM)
+    ids_TK, weights_TK = route(logits_TX, bias_X, choice.top_k, choice.normalize, choice.scaling)
+    shared = torch.arange(choice.num_shared, device=ids_TK.device) + len(router_XM)
+    return Routing(
+        torch.cat([ids_TK, shared.expand(len(ids_TK), -1)], 1),
+        F.pad(weights_TK, (0, choice.num_shared), value=1.0),
+    )
 
 
 def naive_experts(

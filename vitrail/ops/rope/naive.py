@@ -5,6 +5,7 @@ Legend: T tokens (or patches), H heads, D rotated channels, F = D / 2 pairs."""
 
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Float, Int
@@ -18,21 +19,39 @@ def rope_table(
 ) -> tuple[Float[Tensor, "T F"], Float[Tensor, "T F"]]:
     """fp32 cos and sin of position * theta^(-2i / dim), i = 0 .. dim/2 - 1, the frequencies bent by
     `scaling` and the result multiplied by yarn's attention factor."""
-    frequencies_F = _frequencies(dim, theta, positions_T.device)
+    frequencies_F, length = turning(dim, theta, scaling, positions_T.device)
+    angles_TF = positions_T.float()[:, None] * frequencies_F
+    return angles_TF.cos() * length, angles_TF.sin() * length
+
+
+class Turning(NamedTuple):
+    """What pairs turn by from one position to the next, fp32, and by what cosines and sines are
+    multiplied: yarn's attention factor, else 1."""
+
+    frequencies_F: Float[Tensor, "F"]
+    length: float
+
+
+def turning(dim: int, theta: float, scaling: RopeScaling | None, device: torch.device) -> Turning:
+    """theta^(-2i / dim), bent by `scaling`."""
+    frequencies_F = _frequencies(dim, theta, device)
     match scaling:
         case LinearScaling(factor=factor):
-            frequencies_F = frequencies_F / factor
+            return Turning(frequencies_F / factor, 1.0)
         case Llama3Scaling():
-            frequencies_F = _llama3(frequencies_F, scaling)
+            return Turning(_llama3(frequencies_F, scaling), 1.0)
         case YarnScaling():
-            frequencies_F = _yarn(frequencies_F, theta, scaling)
+            return Turning(_yarn(frequencies_F, theta, scaling), scaling.attention_factor)
         case None:
-            pass
-    angles_TF = positions_T.float()[:, None] * frequencies_F
-    cos_TF, sin_TF = angles_TF.cos(), angles_TF.sin()
-    if isinstance(scaling, YarnScaling):
-        return cos_TF * scaling.attention_factor, sin_TF * scaling.attention_factor
-    return cos_TF, sin_TF
+            return Turning(frequencies_F, 1.0)
+
+
+class Turns(NamedTuple):
+    """By which angle each pair of the tokens' rotary channels turns, and which are pairs."""
+
+    cos_TF: Float[Tensor, "T F"]
+    sin_TF: Float[Tensor, "T F"]
+    interleaved: bool
 
 
 def rope_table_2d(

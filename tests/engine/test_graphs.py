@@ -1,0 +1,160 @@
+"""Decode graphs without a GPU: a replay is the captured forward pass over memory at fixed
+addresses, run again, the attention's kernels in the interpreter. What capturing itself does is
+tested on a GPU (`tests/gpu`)."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.engine.driver import golden_llm
+from vitrail import LLM, Refused, SamplingParams
+from vitrail.attention.plan import PlanLimits, PlanTable, make_table
+from vitrail.attention.shape import Phase
+from vitrail.cache.kv_pool import KvPool
+from vitrail.config.engine import EngineConfig, validate
+from vitrail.config.finding import accept
+from vitrail.config.hardware import find
+from vitrail.engine.engine import Engine
+from vitrail.engine.graphs import DecodeGraphs, GraphParts, _Captured, graph_findings, ladder
+from vitrail.engine.parcel import Door
+from vitrail.engine.runner import Runner, RunnerParts
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter's, on a CPU")
+PARAMS = [
+    SamplingParams(max_tokens=n, temperature=t, seed=n, ignore_eos=True)
+    for n, t in ((9, 0.0), (3, 0.8), (12, 1.3), (5, 0.0), (7, 0.9))
+]
+PROMPTS = [{"prompt_token_ids": list(range(1, n))} for n in (40, 4, 18, 33, 17)]
+
+
+class Again:
+    """Stands for a graph."""
+
+    def __init__(self, run):
+        self.run, self.hidden = run, run()
+
+    def replay(self) -> None:
+        self.hidden.copy_(self.run())
+
+
+class Replayed(DecodeGraphs):
+    """Sizes are 'captured' over the same memory, in the same order."""
+
+    replays = 0
+
+    @torch.inference_mode()
+    def capture(self, door: Door) -> None:
+        for size in reversed(self._sizes):
+            sent = door.parcel()
+            tickets = self._pack(self._nothing(size), size, sent)
+            got = sent.send(self.inputs)
+            again = Again(lambda g=got, t=tickets, s=size: self._forward(g, t, s))
+            self._captured[size] = _Captured(
+                graph=again,  # pyright: ignore[reportArgumentType]
+                hidden=again.hidden,
+                slots=got(tickets.slots),
+            )
+
+    def replay(self, count: int):
+        self.replays += 1
+        return super().replay(count)
+
+
+def parts_of(llm: LLM) -> RunnerParts:
+    return llm.engine._runner._p
+
+
+def triton_plans(llm: LLM, max_len: int) -> PlanTable:
+    """As for a GPU of few SMs, so that a launch has few programs."""
+    limits = PlanLimits(
+        dtype="float32", page_size=16, max_batch=16, max_q_len=64, max_kv_len=max_len
+    )
+    sites = [s for s in parts_of(llm).model.text_sites() if s[1] is Phase.DECODE]
+    return make_table(sites, limits, replace(find("H200"), num_sms=3), "triton")
+
+
+def graphed(llm: LLM, sizes: list[int]) -> tuple[Replayed, KvPool]:
+    """`llm` with decodes of up to the largest size replayed, over a pool full of NaN."""
+    parts, pages = parts_of(llm), parts_of(llm).pool.num_pages
+    pool = KvPool(parts.model.cache_specs(), pages + 1, 16, torch.device("cpu"))
+    graphs = Replayed(
+        GraphParts(
+            model=parts.model,
+            pool=pool,
+            plans=triton_plans(llm, 112),
+            builder=parts.builder,
+            scratch_page=pages,
+            max_len=112,
+        ),
+        sizes,
+        parts.door,
+    )
+    graphs.capture(parts.door)
+    runner = Runner(replace(parts, pool=pool, graphs=graphs))
+    llm.engine = Engine(llm.engine.scheduler, runner, step_ahead=True)
+    return graphs, pool
+
+
+def tokens(llm: LLM) -> list[list[int]]:
+    return [o.outputs[0].token_ids for o in llm.generate(PROMPTS, PARAMS)]
+
+
+def test_replayed_decodes_give_the_same_tokens_and_write_the_same_slots():
+    """Five requests of other lengths, which end one by one: padded, from sizes 8, 4, 2 and 1."""
+    plain = golden_llm(max_model_len=112)
+    want = tokens(plain)
+    llm = golden_llm(max_model_len=112)
+    graphs, pool = graphed(llm, [1, 2, 4, 8])
+    assert tokens(llm) == want
+    assert graphs.replays >= 8
+    for layer in range(len(parts_of(llm).model.cache_specs())):
+        eager, replayed = parts_of(plain).pool.latent(layer), pool.latent(layer)
+        assert torch.equal(eager.isnan(), replayed[:-1].isnan()), "another slot was written"
+        assert torch.allclose(eager, replayed[:-1], atol=1e-4, equal_nan=True)
+
+
+def test_more_decodes_than_the_largest_graph_are_launched_kernel_by_kernel():
+    llm = golden_llm(max_model_len=112)
+    graphs, _ = graphed(llm, [1, 2])
+    assert tokens(llm) == tokens(golden_llm(max_model_len=112))
+    assert 0 < graphs.replays < 10
+
+
+@pytest.mark.parametrize("graphs", [True, False])
+def test_a_step_sends_one_parcel(graphs: bool):
+    """Biases, masks, penalties and logprobs among them, which no graph has room for."""
+    llm = golden_llm(max_model_len=112)
+    if graphs:
+        graphed(llm, [4])
+    door, before = parts_of(llm).door, parts_of(llm).door.copies
+    params = [
+        SamplingParams(max_tokens=3, top_k=5, repetition_penalty=1.2, logit_bias={7: 2.0}),
+        SamplingParams(max_tokens=3, temperature=0, min_tokens=2, logprobs=2),
+        SamplingParams(max_tokens=4),
+    ]
+    llm.generate(PROMPTS[:3], params)
+    assert door.copies - before == llm.engine.stats().steps_total
+
+
+def test_the_ladder_ends_with_what_was_asked():
+    assert ladder(0) == []
+    assert ladder(1) == [1]
+    assert ladder(20) == [1, 2, 4, 8, 16, 20]
+    assert ladder(256)[-4:] == [208, 224, 240, 256]
+    for largest in (1, 3, 64, 65, 256, 300, 1000):
+        sizes = ladder(largest)
+        assert sizes == sorted(set(sizes))
+        assert sizes[-1] == largest
+
+
+def test_graphs_over_attention_that_asks_the_host_are_refused():
+    llm = golden_llm(max_model_len=112)
+    with pytest.raises(Refused, match=r"decode on backend reference.*--cuda-graphs 0"):
+        accept(graph_findings(p for p in parts_of(llm).plans if p.shape.phase is Phase.DECODE))
+
+
+def test_graphs_on_a_cpu_are_refused():
+    (found,) = validate(EngineConfig(model="m", device="cpu", cuda_graphs=8))
+    assert "8 on a CPU" in str(found)
+    assert not validate(EngineConfig(model="m", device="cpu", cuda_graphs=0))

@@ -1,0 +1,137 @@
+"""The mixture's Triton kernels, in the interpreter, against the definition: any number of tokens,
+widths that are no whole tiles, experts that nobody or everybody chooses, rows of padding."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from vitrail.ops.moe.fused import place, triton_experts, triton_route
+from vitrail.ops.moe.naive import Routing, naive_experts, naive_route, route
+from vitrail.ops.moe.plan import Choice, max_blocks
+from vitrail.ops.moe.tile import ExpertsPlan, Tile
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs them compiled")
+FEW = Tile(bn=16, bk=16, stages=2, warps=4)
+MANY = Tile(bn=32, bk=16, stages=2, warps=4, swap=False, sorted=True)
+PLANS = {
+    "few": ExpertsPlan(bt=16, up=FEW, down=FEW, early=False),
+    "all at once": ExpertsPlan(bt=128, up=FEW, down=FEW, early=False),
+    "many": ExpertsPlan(bt=32, up=MANY, down=MANY, early=False),
+    "halves": ExpertsPlan(
+        bt=32, up=replace(FEW, halves=True), down=replace(MANY, halves=True), early=False
+    ),
+    "shared": ExpertsPlan(
+        bt=32, up=replace(FEW, programs=3), down=replace(MANY, programs=5), early=False
+    ),
+}
+TOLERANCE = 1e-5
+
+
+def weights(experts: int, hidden: int, inner: int) -> tuple[torch.Tensor, torch.Tensor]:
+    torch.manual_seed(experts)
+    gate_up = torch.randn(experts, 2 * inner, hidden) / hidden**0.5
+    return gate_up, torch.randn(experts, hidden, inner) / inner**0.5
+
+
+def routed(tokens: int, experts: int, top_k: int) -> Routing:
+    torch.manual_seed(tokens)
+    return route(torch.randn(tokens, experts), torch.zeros(experts), top_k, True, 2.446)
+
+
+@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize(
+    ("tokens", "experts", "top_k", "hidden", "inner"),
+    [(1, 8, 3, 24, 16), (37, 8, 3, 40, 24), (5, 1, 1, 24, 8), (3, 65, 6, 32, 48), (0, 8, 3, 24, 8)],
+)
+def test_experts_are_the_definition(
+    name: str, tokens: int, experts: int, top_k: int, hidden: int, inner: int
+) -> None:
+    gate_up, down = weights(experts, hidden, inner)
+    x, choices = torch.randn(tokens, hidden), routed(tokens, experts, top_k)
+    want = naive_experts(x, choices, gate_up, down)
+    got = triton_experts(x, choices, gate_up, down, PLANS[name])
+    torch.testing.assert_close(got, want, atol=TOLERANCE, rtol=TOLERANCE)
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_choices_that_are_nobody_s_add_nothing(name: str) -> None:
+    """Padding rows of a graph; what they would have read is NaN here."""
+    gate_up, down = weights(8, 24, 16)
+    x, choices = torch.randn(20, 24), routed(20, 8, 3)
+    ids, kept = choices.expert_ids.clone(), choices.weights.clone()
+    ids[3], ids[7, 1], ids[19] = -1, 8, 1 << 20
+    kept[(ids < 0) | (ids > 7)] = 0
+    x[3] = x[19] = torch.nan
+    got = triton_experts(x, Routing(ids, choices.weights), gate_up, down, PLANS[name])
+    clean = x.nan_to_num()
+    want = naive_experts(clean, Routing(ids, kept), gate_up, down)
+    torch.testing.assert_close(got, want, atol=TOLERANCE, rtol=TOLERANCE)
+    assert torch.equal(got[3], torch.zeros(24))
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_all_tokens_may_choose_the_same_experts(name: str) -> None:
+    gate_up, down = weights(8, 24, 16)
+    x = torch.randn(70, 24)
+    choices = Routing(torch.tensor([[7, 0]]).expand(70, 2).contiguous(), torch.rand(70, 2))
+    want = naive_experts(x, choices, gate_up, down)
+    got = triton_experts(x, choices, gate_up, down, PLANS[name])
+    torch.testing.assert_close(got, want, atol=TOLERANCE, rtol=TOLERANCE)
+
+
+def test_a_token_gets_the_very_same_alone_and_with_strangers() -> None:
+    gate_up, down = weights(8, 24, 16)
+    x, choices = torch.randn(19, 24), routed(19, 8, 3)
+    whole = triton_experts(x, choices, gate_up, down, PLANS["few"])
+    for t in (0, 7, 18):
+        one = Routing(choices.expert_ids[t : t + 1], choices.weights[t : t + 1])
+        alone = triton_experts(x[t : t + 1], one, gate_up, down, PLANS["few"])
+        assert torch.equal(alone, whole[t : t + 1])
+
+
+@pytest.mark.parametrize("tokens", [17, 60, 400, 1500, 6000])
+def test_every_slot_has_its_row(tokens: int) -> None:
+    """Blocks are of one expert, slots within them in order, the rest is nobody's."""
+    plan = PLANS["few"]
+    ids = routed(tokens, 11, 3).expert_ids
+    ids[::5, 1] = -1
+    slots = ids.numel()
+    rows, blocks, _, how = place(ids, 11, plan)
+    assert how == 0
+    assert len(blocks) - 1 == max_blocks(slots, 11, plan.bt)
+    used = int(blocks[-1])
+    assert (blocks[used:-1] == -1).all()
+    assert (blocks[:used] >= 0).all()
+    owners = blocks[:used].repeat_interleave(plan.bt)
+    rows = rows[: used * plan.bt]
+    there = rows < slots
+    assert (rows[~there] == slots).all()
+    assert torch.equal(ids.flatten()[rows[there]].int(), owners[there])
+    assert rows[there].sort().values.tolist() == (ids.flatten() >= 0).nonzero().flatten().tolist()
+    for expert in range(11):
+        mine = rows[there & (owners == expert)]
+        assert torch.equal(mine, mine.sort().values)
+    assert used == sum(-(-int((ids == e).sum()) // plan.bt) for e in range(11))
+
+
+@pytest.mark.parametrize("tokens", [1, 7, 33])
+@pytest.mark.parametrize("num_shared", [0, 2])
+def test_the_router_is_the_definition(tokens: int, num_shared: int) -> None:
+    torch.manual_seed(tokens)
+    choice = Choice(top_k=6, num_shared=num_shared, normalize=True, scaling=2.446)
+    x, router = torch.randn(tokens, 200).bfloat16(), torch.randn(64, 200) / 200**0.5
+    bias = torch.randn(64) / 10
+    want = naive_route(x, router, bias, choice)
+    got = triton_route(x, router, bias, choice, early=False)
+    assert torch.equal(got.expert_ids.long(), want.expert_ids)
+    torch.testing.assert_close(got.weights, want.weights, atol=1e-6, rtol=1e-6)
+
+
+def test_the_first_of_equal_scores_is_chosen() -> None:
+    choice = Choice(top_k=3, num_shared=1, normalize=False, scaling=2.0)
+    x, router = torch.zeros(4, 64).bfloat16(), torch.randn(10, 64)
+    bias = torch.tensor([0.0, 1, 0, 1, 0, 0, 0, 0, 0, 0])
+    got = triton_route(x, router, bias, choice, early=False)
+    assert got.expert_ids.tolist() == [[1, 3, 0, 10]] * 4
+    assert got.weights.tolist() == [[1.0, 1.0, 1.0, 1.0]] * 4

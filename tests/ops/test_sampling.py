@@ -1,0 +1,80 @@
+"""Sampling kernels against their definition, in the interpreter where there is no GPU. Blocks are
+shorter than the rows, and the vocabulary is no multiple of one."""
+
+import pytest
+import torch
+
+from vitrail.ops.sampling import naive, triton
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+VOCAB = 2 * triton.BLOCK + 37
+
+
+def rows(count: int, seed: int = 0) -> torch.Tensor:
+    return (torch.randn(count, VOCAB, generator=torch.Generator().manual_seed(seed)) * 3).to(DEVICE)
+
+
+def never(*ids: int) -> torch.Tensor:
+    mask = torch.zeros(VOCAB, device=DEVICE)
+    mask[list(ids)] = -torch.inf
+    return mask
+
+
+def test_the_best_tokens_are_the_first_of_the_largest():
+    x = rows(5)
+    x[1, 4100] = x[1, 70] = x[1, 69] = 50.0
+    x[2, 9] = 90.0  # never sampled
+    x[3, VOCAB - 1] = 60.0
+    got, finite = triton.best_tokens(x, never(9))
+    want, well = naive.best_tokens(x, never(9))
+    assert got.tolist() == want.tolist()
+    assert got[1] == 69
+    assert got[3] == VOCAB - 1
+    assert finite.tolist() == well.tolist() == [True] * 5
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_a_row_that_is_not_finite_is_reported_alone(value: float):
+    x = rows(3)
+    x[1, VOCAB - 2] = value
+    tokens, finite = triton.best_tokens(x, never())
+    assert finite.tolist() == naive.best_tokens(x, never())[1].tolist() == [True, False, True]
+    assert 0 <= tokens[1] < VOCAB
+
+
+def test_a_row_with_every_id_masked_is_reported():
+    mask = torch.full((VOCAB,), -torch.inf, device=DEVICE)
+    tokens, finite = triton.best_tokens(rows(1), mask)
+    assert finite.tolist() == [False]
+    assert 0 <= tokens[0] < VOCAB
+
+
+def test_draws_are_those_of_the_definition():
+    """Where u lies within rounding of a border, a neighbour with a weight would do; none does."""
+    count = 24
+    x, index = rows(3, seed=1), torch.arange(count, device=DEVICE) % 3
+    u = torch.linspace(0, 0.99999, count, dtype=torch.float64, device=DEVICE)
+    t = torch.tensor([0.3, 1.0, 2.5], dtype=torch.float64, device=DEVICE)[index]
+    got = triton.draw_plain(x, index, never(5), t, u)
+    assert got.tolist() == naive.draw_plain(x, index, never(5), t, u).tolist()
+
+
+def test_no_draw_gives_an_impossible_id():
+    x = torch.full((1, VOCAB), -1e30, device=DEVICE)
+    x[0, 11], x[0, 4000], x[0, 4130] = 0.0, -1.0, 0.5
+    index = torch.zeros(3, dtype=torch.int64, device=DEVICE)
+    u = torch.tensor([0.0, 0.4, 1 - 2**-53], dtype=torch.float64, device=DEVICE)
+    got = triton.draw_plain(x, index, never(4130), torch.ones_like(u), u)
+    assert got.tolist() == [11, 11, 4000]
+
+
+def test_a_row_draws_alone_as_among_others():
+    x, index = rows(4, seed=2), torch.arange(4, device=DEVICE)
+    u = torch.tensor([0.1, 0.5, 0.7, 0.9], dtype=torch.float64, device=DEVICE)
+    t = torch.tensor([0.5, 1.0, 1.5, 2.0], dtype=torch.float64, device=DEVICE)
+    x[1] = torch.nan
+    together = triton.draw_plain(x, index, never(), t, u).tolist()
+    assert 0 <= together[1] < VOCAB
+    for i in (0, 2, 3):
+        alone = triton.draw_plain(x, index[i : i + 1], never(), t[i : i + 1], u[i : i + 1])
+        assert alone.tolist() == [together[i]]

@@ -1,0 +1,73 @@
+"""Tiles that `bench/moe.py --tune` found quickest: by GPU, hidden and intermediate channels, for up
+to so many tokens (None: any number)."""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from vitrail.ops.moe.tile import ExpertsPlan, Tile
+
+# Kimi-VL-A3B: 64 experts, 6 a token, and 2 shared ones.
+_H200_KIMI: tuple[tuple[int | None, ExpertsPlan], ...] = (
+    (
+        16,
+        ExpertsPlan(
+            bt=16,
+            up=Tile(bn=64, bk=128, stages=3, warps=4),
+            down=Tile(bn=64, bk=128, stages=3, warps=4),
+        ),
+    ),
+    (
+        32,
+        ExpertsPlan(
+            bt=32,
+            up=Tile(bn=64, bk=64, stages=3, warps=4),
+            down=Tile(bn=64, bk=64, stages=4, warps=4),
+        ),
+    ),
+    (
+        64,
+        ExpertsPlan(
+            bt=64,
+            up=Tile(bn=64, bk=64, stages=3, warps=4),
+            down=Tile(bn=128, bk=64, stages=3, warps=4),
+        ),
+    ),
+    (
+        256,
+        ExpertsPlan(
+            bt=32,
+            up=Tile(bn=64, bk=64, stages=3, warps=4),
+            down=Tile(bn=128, bk=64, stages=3, warps=4),
+        ),
+    ),
+    (
+        768,
+        ExpertsPlan(
+            bt=64,
+            up=Tile(bn=64, bk=64, stages=3, warps=4),
+            down=Tile(bn=128, bk=64, stages=3, warps=4),
+        ),
+    ),
+    (
+        None,
+        ExpertsPlan(
+            bt=128,
+            up=Tile(bn=128, bk=64, stages=4, warps=8, swap=False),
+            down=Tile(
+                bn=256,
+                bk=64,
+                stages=4,
+                warps=8,
+                swap=False,
+                sorted=True,
+                programs=132,
+                flat=True,
+            ),
+            early=False,
+        ),
+    ),
+)
+
+MEASURED: Mapping[tuple[str, int, int], tuple[tuple[int | None, ExpertsPlan], ...]] = (
+    MappingProxyType({("H200", 2048, 1408): _H200_KIMI})
+)

@@ -1,0 +1,39 @@
+"""What a plan of a mixture of experts says: tiles. Knows no GPU."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tile:
+    """One product's tiles: BN output channels (of gate and of up each), BK input channels a step.
+    `swap`: weights are the left operand, for few tokens. `sorted`: rows come in blocks, by
+    descriptor; else they are gathered. `programs`: 0, or how many share all tiles, in one loop
+    (`flat`) or two. `split`: warps of their own load (Hopper, with `sorted` and 4 warps, which
+    become 12). `halves`: blocks that are at most half full take half a tile. `ahead` (down, not
+    `sorted`): first weights are loaded before the rows are there."""
+
+    bn: int
+    bk: int
+    stages: int
+    warps: int
+    swap: bool = True
+    sorted: bool = False
+    programs: int = 0
+    flat: bool = False
+    split: bool = False
+    halves: bool = False
+    ahead: bool = False
+
+    def __post_init__(self) -> None:
+        assert not self.ahead or not (self.sorted or self.programs), self
+        assert not self.halves or not self.programs, self
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertsPlan:
+    """`bt`: rows of a block. `early`: each launch may start while the one before it runs."""
+
+    bt: int
+    up: Tile
+    down: Tile
+    early: bool = True
