@@ -1,188 +1,110 @@
-"""The engine at Kimi-VL-A3B's shape, random weights, fresh pictures of uniform noise as PIL images:
-time to the first token with one and with eight, and requests a second with 64 at once.
+"""Kimi-VL-A3B's shape with random weights, one GPU: from pictures to tokens, preparation included.
 
-    python bench/pictures.py [--runs 5] [--many 64]
-    python bench/pictures.py --tiny        # a small shape on a CPU: a smoke test
+    python -m bench.pictures [--runs 5] [--workers 12]
 
-Checked first: a picture that the engine resizes and one that comes as patches give the same token,
-and so does a picture again (from its caches) and among others. Processing is in every figure. A
-picture of 1024 x 1024 is 1,089 tokens; a prompt has 64 ids beside them. Floors: 25 and 165 ms, 29
-request/s."""
+First token of a request with one 1024 x 1024 picture, and with eight, beside 64 ids (an engine that
+is otherwise idle); then 64 requests at once, each with a picture of its own, 64 ids and 128 tokens
+out. Pictures are PIL images of uniform noise that no cache has seen. Checks first that a request's
+answer does not depend on its neighbours: the first token alone and among eight, where their scores
+are not within bf16's rounding of each other."""
 
 import argparse
-import json
-import logging
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from kimi_vl_shape import IMAGE, TEXT, TINY, TINY_VISION, VISION, write
 from PIL import Image
 
+from bench.kimi_shape import write_shape
 from vitrail import LLM, SamplingParams
-from vitrail.engine.conversation import Picture
-from vitrail.engine.request import EngineRequest
-from vitrail.vision.image import from_array
+from vitrail.bench.offline import Drive
+from vitrail.bench.record import figures
+from vitrail.bench.workload import Closed, Synthetic
 
-PROCESSOR = {
-    "image_processor_type": "KimiVLImageProcessor",
-    "in_token_limit": 4096,
-    "patch_size": 14,
-    "image_mean": [0.5, 0.5, 0.5],
-    "image_std": [0.5, 0.5, 0.5],
-    "pad_input": True,
-    "merge_kernel_size": [2, 2],
-}
-TEXT_IDS = 64
+SIDE, IDS, OUTPUT, MANY = 1024, 64, 128, 64
+GREEDY = {"temperature": 0, "ignore_eos": True}
 
 
-class Bench:
-    """An engine and where its time goes."""
-
-    def __init__(self, llm: LLM, side: int, vocab_size: int, image_id: int):
-        self.llm, self.side = llm, side
-        self._vocab_size, self._image_id = vocab_size, image_id
-        self._generator = np.random.default_rng(0)
-
-    def picture(self) -> Image.Image:
-        noise = self._generator.integers(0, 256, (self.side, self.side, 3), np.uint8)
-        return Image.fromarray(noise)
-
-    def prompt(self, pictures: list[Image.Image]) -> dict[str, Any]:
-        """Ids that no other prompt begins with, then the pictures, then the rest."""
-        ids = self._generator.integers(0, self._vocab_size * 9 // 10, TEXT_IDS).tolist()
-        return {
-            "prompt_token_ids": [*ids[:8], *[self._image_id] * len(pictures), *ids[8:]],
-            "images": pictures,
-        }
-
-    def requests(self, prompts: list[dict[str, Any]], tokens: int) -> list[EngineRequest]:
-        params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
-        preparer = self.llm.preparer
-        made: list[EngineRequest] = []
-        for i, prompt in enumerate(prompts):
-            name = f"{time.perf_counter_ns()}-{i}"
-            made += preparer.requests(self.llm.prepare(prompt), params, name)
-        return made
-
-    def run(self, requests: list[EngineRequest]) -> dict[str, list[int]]:
-        engine = self.llm.engine
-        tokens: dict[str, list[int]] = {r.id: [] for r in requests}
-        for request in requests:
-            engine.add(request)
-        while not engine.idle:
-            for output in engine.step():
-                assert output.error is None, output.error
-                tokens[output.request_id] += output.token_ids
-        return tokens
-
-    def answer(self, prompts: list[dict[str, Any]], tokens: int) -> list[list[int]]:
-        requests = self.requests(prompts, tokens)
-        got = self.run(requests)
-        return [got[request.id] for request in requests]
+def pictured(llm: LLM, seed: int, count: int) -> dict[str, Any]:
+    """`count` pictures among 64 ids."""
+    rng = np.random.default_rng(seed)
+    image_id = llm.preparer.facts.image_token_id
+    assert image_id is not None
+    noise = [
+        Image.fromarray(rng.integers(0, 256, (SIDE, SIDE, 3), dtype=np.uint8)) for _ in range(count)
+    ]
+    ids = rng.integers(0, 30_000, IDS).tolist()
+    return {"prompt_token_ids": [*[image_id] * count, *ids], "images": noise}
 
 
-def checked(bench: Bench) -> bool:
-    """The same picture resized by the engine, as patches, cached, and among others."""
-    llm, picture = bench.llm, bench.picture()
-    prompt = bench.prompt([picture])
-    limits, processor = llm.preparer.limits, llm.preparer.assets.processor
-    assert processor is not None
-    (patched,) = processor.parts(from_array(np.asarray(picture), limits, "bench"), True)
-    other = {**prompt, "images": [patched]}
-    (first,) = bench.answer([prompt], 4)
-    (again,) = bench.answer([prompt], 4)
-    (as_patches,) = bench.answer([other], 4)
-    whole = llm.preparer.ids(prompt["prompt_token_ids"], [Picture(picture, "bench")])
-    print(f"comes as {whole.images[0].patches.shape}; tokens {first}, cached {again}")
-    print(f"as patches {as_patches}", flush=True)
-    return first == again == as_patches
-
-
-def clocked(call: Callable[[], object]) -> float:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
+def first_token(llm: LLM, prompt: dict[str, Any]) -> tuple[float, float, int]:
+    """Seconds from the PIL images to the first token, those before the engine has the request, and
+    the token."""
     began = time.perf_counter()
-    call()
-    return time.perf_counter() - began
+    prepared = llm.prepare(prompt)
+    params = SamplingParams(max_tokens=1, **GREEDY)
+    requests = llm.preparer.requests(prepared, params, f"first-{began}")
+    ready = time.perf_counter() - began
+    tokens: list[int] = []
+    for _, delta in llm.stream(requests):
+        tokens += delta.token_ids
+    return time.perf_counter() - began, ready, tokens[0]
 
 
-def first_token(bench: Bench, count: int, runs: int) -> None:
-    """From PIL pictures to the token on the host; of it, what comes before the engine."""
-    whole: list[float] = []
-    before: list[float] = []
-    for _ in range(runs + 2):
-        prompt = bench.prompt([bench.picture() for _ in range(count)])
-        made: list[EngineRequest] = []
-        before.append(clocked(lambda p=prompt, m=made: m.extend(bench.requests([p], 1))))
-        whole.append(before[-1] + clocked(lambda m=made: bench.run(m)))
-    total, prepared = (statistics.median(times[2:]) * 1e3 for times in (whole, before))
+def check(llm: LLM) -> None:
+    """Raises where the shares of equal first tokens say that neighbours change an answer."""
+    prompts = [pictured(llm, 10_000 + i, 1) for i in range(8)]
+    params = SamplingParams(max_tokens=1, **GREEDY)
+    together = [g.outputs[0].token_ids for g in llm.generate(prompts, params)]
+    again = [g.outputs[0].token_ids for g in llm.generate(prompts, params)]
+    alone = [llm.generate([p], params)[0].outputs[0].token_ids for p in prompts]
     print(
-        f"first token, {count} pictures: {total:.1f} ms ({prepared:.1f} before the engine)",
-        flush=True,
+        f"first tokens equal, together: again {same(together, again)}, alone {same(together, alone)}"
     )
 
 
-def many(bench: Bench, count: int, tokens: int) -> None:
-    """Requests at once, each with a picture of its own; processing included."""
-    for run in range(2):
-        prompts = [bench.prompt([bench.picture()]) for _ in range(count)]
-        taken = clocked(lambda p=prompts: bench.answer(p, tokens))
-        if run:
-            print(f"{count} at once, a picture and {tokens} tokens: {count / taken:.1f} request/s")
+def same(a: Sequence[object], b: Sequence[object]) -> str:
+    return f"{sum(x == y for x, y in zip(a, b, strict=True))} of {len(a)}"
 
 
-def profiled(bench: Bench) -> None:
-    """The device's busy share of one first token, and its longest kernels."""
-    from torch.profiler import ProfilerActivity, profile
-
-    prompt = bench.prompt([bench.picture()])
-    requests = bench.requests([prompt], 1)
-    with profile(activities=[ProfilerActivity.CUDA]) as trace:
-        bench.run(requests)
-        torch.cuda.synchronize()
-    spans = [
-        (e.time_range.start, e.time_range.end, e.name)
-        for e in trace.events()
-        if e.device_type.name == "CUDA"
-    ]
-    first, last = min(s[0] for s in spans), max(s[1] for s in spans)
-    busy = sum(end - start for start, end, _ in spans)
-    print(f"one picture on the device: {len(spans)} launches, busy {busy / 1e3:.1f} ms of "
-          f"{(last - first) / 1e3:.1f}")  # fmt: skip
-
-
-@torch.inference_mode()
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--runs", type=int, default=5)
-    parser.add_argument("--many", type=int, default=64)
-    parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--workers", type=int, default=12)
     args = parser.parse_args()
-    logging.basicConfig(level=logging.INFO, format="%(name)s: %(message)s")
-    text, vision, image = TEXT, VISION, IMAGE
-    choices: dict[str, Any] = {"max_model_len": 16384}
-    if args.tiny:
-        text, vision, image = TEXT | TINY, VISION | TINY_VISION, 630
-        choices = {"device": "cpu", "max_model_len": 1024, "kv_cache_bytes": 64 << 20}
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        write(folder, text, vision, image)
-        (folder / "preprocessor_config.json").write_text(json.dumps(PROCESSOR))
-        llm = LLM(folder, weights="random", **choices)
-    bench = Bench(llm, 112 if args.tiny else 1024, text["vocab_size"], image)
-    if not checked(bench):
-        print("DIFFERENT: see whether by more than bf16's last place")
-    first_token(bench, 1, args.runs)
-    first_token(bench, 8, args.runs)
-    if torch.cuda.is_available():
-        profiled(bench)
-    many(bench, 2 if args.tiny else args.many, 4 if args.tiny else 128)
+    with tempfile.TemporaryDirectory() as folder:
+        path = write_shape(Path(folder))
+        llm = LLM(
+            path, weights="random", device="cuda", max_model_len=12_288, image_workers=args.workers
+        )
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}", flush=True)
+    check(llm)
+    for count in (1, 8):
+        taken = [
+            first_token(llm, pictured(llm, 100 * count + i, count)) for i in range(args.runs + 1)
+        ]
+        whole, ready = (statistics.median(x[i] for x in taken[1:]) for i in (0, 1))
+        print(
+            f"first token, {count} of {SIDE} x {SIDE}: {whole * 1e3:.1f} ms, of which "
+            f"{ready * 1e3:.1f} before the engine; all {[round(x[0] * 1e3, 1) for x in taken]}",
+            flush=True,
+        )
+    work = Synthetic(prompt_len=IDS, output_len=OUTPUT, num_pictures=1)
+    for run in range(args.runs if args.runs < 3 else 3):
+        found = figures(
+            Drive(llm, work.items(7, run, MANY), Closed(concurrency=MANY), []).run(), 0.0
+        )
+        print(
+            f"{MANY} requests at once: {found.request_rate:.1f} request/s, "
+            f"{found.output_rate:.0f} token/s out, first token p50 {found.first.p50:.0f} ms; "
+            f"failures {found.failures}",
+            flush=True,
+        )
     return 0
 
 
