@@ -36,7 +36,7 @@ from vitrail.attention.shape import Phase
 from vitrail.config.hardware import CPU, from_device
 from vitrail.config.model import MoonVitConfig
 from vitrail.engine.encode import patches_of
-from vitrail.engine.encode_graphs import EncodeGraphs
+from vitrail.engine.encode_graphs import UNIT, EncodeGraphs, ladder
 from vitrail.engine.step import EncodeJob
 from vitrail.models.kimi_vl.processor import KimiVLProcessor
 from vitrail.ops.dispatch import select_vision
@@ -236,7 +236,8 @@ def graphs(half: Bench, rows: dict[str, tuple[Sizes, float]], prefer: str | None
     they fit, the projector launch by launch."""
     budget = (1, 5352)
     began, before = time.perf_counter(), torch.cuda.memory_reserved()
-    made = EncodeGraphs(half, half.plans([budget] * 9, prefer), half.config, 5352, half.device)
+    plans, rungs = half.plans([budget] * 9, prefer), ladder(5352, UNIT, 5352)
+    made = EncodeGraphs(half, plans, half.config, rungs, half.device)
     made.capture()
     taken, held = time.perf_counter() - began, torch.cuda.memory_reserved() - before
     print(f"{len(made)} graphs in {taken:.2f} s, {held >> 20} MiB")

@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,12 @@ import pytest
 
 from tests.engine.driver import GOLDEN, golden_llm
 from vitrail import LLM, Refused
+from vitrail.config.engine import EngineConfig
+from vitrail.config.hardware import CPU, Hardware, find
+from vitrail.config.model import MoonVitConfig
 from vitrail.engine.checkpoint import open_checkpoint
+from vitrail.engine.tower import TowerLimits, encoder_patches
+from vitrail.models.kimi_vl.processor import KimiVLProcessor
 
 TOKEN_BYTES = 3 * 40 * 4  # layers x (latent 32 + rope 8) x fp32
 
@@ -148,3 +154,34 @@ def test_the_revision_sees_the_sub_folders_of_the_architecture_and_no_other(tmp_
     text = open_checkpoint(str(tmp_path)).revision
     (tmp_path / "llm" / "config.json").write_text('{"a": 2}')
     assert open_checkpoint(str(tmp_path)).revision == text
+
+
+def test_a_gpu_encodes_the_pictures_of_a_steps_tokens_at_once_as_far_as_memory_allows():
+    """Kimi-VL's: 8,192 tokens are 32,768 patches, seven of the largest pictures; a small GPU takes
+    fewer, never less than one; a CPU one."""
+    kimi = KimiVLProcessor(patch_size=14, in_token_limit=4096, merge=2, image_token_id=5)
+    vision = MoonVitConfig(
+        patch_size=14,
+        hidden_size=1152,
+        num_layers=27,
+        num_heads=16,
+        intermediate_size=4304,
+        pos_height=64,
+        pos_width=64,
+        merge=2,
+    )
+
+    def planned(gpu: Hardware, tokens: int = 8192, asked: int | None = None) -> int:
+        limits = TowerLimits(tokens, gpu, "bfloat16")
+        return encoder_patches(EngineConfig(model="", encoder_patches=asked), vision, kimi, limits)
+
+    h200 = find("H200")
+    assert planned(h200) == 7 * 5352
+    assert planned(h200, tokens=2048) == 2 * 5352
+    assert planned(h200, asked=4) == 4
+    assert planned(CPU) == 5352
+    small = replace(h200, hbm_bytes=20 * 10**9)
+    assert (
+        planned(small) == 5352 * (20 * 10**9 // 64 // (2 * (4304 + 8 * 1152)) // 5352) == 2 * 5352
+    )
+    assert planned(replace(h200, hbm_bytes=10**9)) == 5352

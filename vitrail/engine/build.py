@@ -122,14 +122,15 @@ def build_engine(
     frames = _video_frames(config, model_config)
     with torch.device("meta"):
         model = entry.build(model_config, dtype)
-    patches = tower.encoder_patches(config, model_config, processor)
+    limits = tower.TowerLimits(_step_tokens(config, hardware), hardware, dtype)
+    patches = tower.encoder_patches(config, model_config.vision, processor, limits)
+    largest = None if processor is None else processor.max_patches
     image_plans = tower.image_plans(config, model, model_config.vision, dtype, patches, hardware)
     stages.done("plans and kernels of the tower")
     _load(config, entry, model_config, model, checkpoint, device, progress)
     stages.done("weights")
-    made = tower.images(config, model, model_config.vision, image_plans, patches, device)
+    made = tower.images(config, model, model_config.vision, image_plans, (patches, largest), device)
     stages.done("graphs of the tower")
-    largest = None if processor is None else processor.max_patches
     peak = tower.measured_peak(model, image_plans, model_config, dtype, patches, largest, device)
     stages.done("measuring the tower")
     sizes = _sizes(config, model_config, _specs(config, model), patches, device, peak)
@@ -184,10 +185,12 @@ def build_tower(
                 change="give a vision model",
             )
         )
-    patches = tower.encoder_patches(config, model_config, processor)
+    limits = tower.TowerLimits(_step_tokens(config, hardware), hardware, dtype)
+    patches = tower.encoder_patches(config, vision, processor, limits)
+    largest = None if processor is None else processor.max_patches
     plans = tower.image_plans(config, model, vision, dtype, patches, hardware)
     _load(config, entry, model_config, model, checkpoint, device, None)
-    made = tower.images(config, model, vision, plans, patches, device)
+    made = tower.images(config, model, vision, plans, (patches, largest), device)
     assert made.encoder is not None, "a model with a tower"
     return Tower(made.encoder, made.pool, vision, hardware, device, dtype)
 

@@ -26,13 +26,14 @@ def worst_steps(rules: PatchRules, budget: int, largest: int | None) -> list[lis
     before it in the pool. `budget`: patches a step; `largest`: patches of the largest picture, None
     if no processor says. Which mix of the rest takes most depends on the projector, so there are
     two: pictures of one tile, and as many of the largest as there is room for. Where pictures are
-    not tiles, one comes as patches and one as it is, of the most pixels that are sent so."""
+    not tiles it comes as it is, of the most pixels that are sent so: once it has become patches, it
+    is as one that came as patches."""
     if rules.tile is None:
         side = rules.merge
         columns = max(side, budget // side // side * side)
         job = _job(rules, 0, (side, columns), None, 0)
         resized = (side * rules.patch_size, columns * rules.patch_size)
-        return [[job], [replace(job, resized=resized)]]
+        return [[replace(job, resized=resized)]]
     tile = (rules.tile, rules.tile)
     room = budget // rules.tile**2
     assert room >= 1, f"a budget of {budget} patches for tiles of {rules.tile**2}"
@@ -81,7 +82,7 @@ def _job(
     )
 
 
-def _noise_size(job: EncodeJob, features: int) -> tuple[int, ...]:
+def _size(job: EncodeJob, features: int) -> tuple[int, ...]:
     """Of the job's patches, or of the picture that they are made from."""
     if job.resized is None:
         return (job.num_patches, features)
@@ -98,7 +99,7 @@ def run_worst_steps(
     largest: int | None,
     device: torch.device,
 ) -> None:
-    """Run each of `worst_steps` on noise, by the encoder that serves, with all that the pool holds
+    """Run each of `worst_steps` on black, by the encoder that serves, with all that the pool holds
     of its pictures. Raises `RuntimeError` where one fails."""
     pool = EncoderPool()
     encoder = ImageEncoder(model, plans, pool, device, vision.patch_size)
@@ -108,10 +109,7 @@ def run_worst_steps(
             for _ in range(job.first):
                 size = (job.height * job.width, vision.hidden_size)
                 pool.add_part(job.entry, torch.zeros(size, dtype=dtype, device=device))
-        generator = np.random.default_rng(0)
-        sizes = [_noise_size(job, features) for job in step]
-        pixels = [generator.integers(0, 256, size, np.uint8) for size in sizes]
-        failed = encoder.run(step, pixels)
+        failed = encoder.run(step, [np.zeros(_size(job, features), np.uint8) for job in step])
         pool.drop(job.entry for job in step)
         if failed:
             reason = next(iter(failed.values()))
