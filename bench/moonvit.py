@@ -90,7 +90,7 @@ class Bench:
     def __init__(self, config: MoonVitConfig, dtype: torch.dtype, device: torch.device):
         torch.manual_seed(0)
         self.config, self.device, self.dtype = config, device, dtype
-        with torch.device("cpu"):
+        with torch.device(device):
             self.tower = MoonVit(config, torch.float32)
             self.projector = MergeProjector(config, TEXT_HIDDEN, torch.float32)
         for part in (self.tower, self.projector):
@@ -223,7 +223,7 @@ def time_rows(half: Bench, rows: dict[str, tuple[Sizes, float]], prefer: str | N
         patches, plans = half.patches(sizes), half.plans(sizes, prefer)
         call = partial(half, patches, sizes, plans)
         taken, host = clock(call, half.device), enqueue(call, half.device)
-        plain = clock(lambda p=patches, s=sizes: half.plain(p, s), half.device, 5)
+        plain = clock(lambda p=patches, s=sizes: half.plain(p, s), half.device, 2)
         work = sum(flops(half.config, sizes))
         line = f"{name:12s} {len(patches):6d} patches: {taken * 1e3:7.2f} ms (goal {goal}), "
         line += f"host {host * 1e3:.2f} ms, {work / taken / 1e12:.0f} TFLOP/s; "
