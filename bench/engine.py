@@ -32,10 +32,10 @@ from torch.profiler import ProfilerActivity, profile
 from vitrail import SamplingParams
 from vitrail.config.engine import EngineConfig
 from vitrail.engine.build import build_engine
-from vitrail.engine.checkpoint import open_checkpoint
 from vitrail.engine.engine import Engine
 from vitrail.engine.request import EngineRequest
 from vitrail.engine.runner import Runner
+from vitrail.models.checkpoint import open_checkpoint
 
 WARM, OUTPUT, CONTEXT, RUNS = 16, 128, 1024, 3
 PROFILED_STEPS = 12
@@ -300,23 +300,34 @@ def host_times(engine: Engine, batch: int, shape: Shape) -> None:
     seen: set[str] = set()
     while len(seen) < batch:
         seen |= {output.request_id for output in engine.step()}
-    scheduler, runner = engine.scheduler, engine_runner(engine)
-    kept = scheduler.schedule, runner.launch, scheduler.absorb
-    scheduler.schedule = timed("schedule", kept[0])  # type: ignore[method-assign]
-    runner.launch = timed("launch", kept[1])  # type: ignore[method-assign]
-    scheduler.absorb = timed("absorb", kept[2])  # type: ignore[method-assign]
+    runner = engine_runner(engine)
+    parts = runner._p  # noqa: SLF001
+    watched: list[tuple[Any, str]] = [
+        (engine.scheduler, "schedule"),
+        (runner, "launch"),
+        (engine.scheduler, "absorb"),
+        (parts.door, "send"),
+        (parts.sampler, "ask"),
+        (parts.sampler, "sample"),
+        (parts.model, "logits"),
+        (runner, "_keep"),
+    ]
+    if parts.graphs is not None:
+        watched += [(parts.graphs, "pack"), (parts.graphs, "replay")]
+    for target, name in watched:
+        target.__dict__[name] = timed(name, getattr(target, name))
     step = timed("step", engine.step)
     for _ in range(30):
         step()
-    for target, name in ((scheduler, "schedule"), (runner, "launch"), (scheduler, "absorb")):
+    for target, name in watched:
         del target.__dict__[name]
     while not engine.idle:
         engine.step()
-    parts = {name: statistics.median(values) for name, values in times.items()}
-    host = sum(parts[name] for name in ("schedule", "launch", "absorb"))
+    took = {name: statistics.median(values) for name, values in times.items()}
+    host = sum(took[name] for name in ("schedule", "launch", "absorb"))
     print(
         f"host, decode {batch}: "
-        + ", ".join(f"{name} {ms:.3f}" for name, ms in parts.items())
+        + ", ".join(f"{name} {ms:.3f}" for name, ms in took.items())
         + f" ms; schedule + launch + absorb {host:.3f} ms"
     )
 

@@ -14,12 +14,14 @@ import pytest
 
 from tests.engine.driver import GOLDEN, golden_llm
 from vitrail import LLM, Refused
+from vitrail.check.encoder_peak import encoder_peak
+from vitrail.check.sizes import MEMORY_SHARE, encoder_budget
 from vitrail.config.engine import EngineConfig
 from vitrail.config.hardware import CPU, Hardware, find
 from vitrail.config.model import MoonVitConfig
-from vitrail.engine.checkpoint import open_checkpoint
-from vitrail.engine.tower import TowerLimits, encoder_patches
+from vitrail.models.checkpoint import open_checkpoint
 from vitrail.models.kimi_vl.processor import KimiVLProcessor
+from vitrail.models.registry import load_entry
 
 TOKEN_BYTES = 3 * 40 * 4  # layers x (latent 32 + rope 8) x fp32
 
@@ -123,7 +125,7 @@ def test_a_hub_id_is_found_in_the_hubs_cache_without_a_network(tmp_path: Path):
     (repo / "refs").mkdir()
     (repo / "refs" / "main").write_text(commit)
     code = (
-        "from vitrail.engine.checkpoint import open_checkpoint as find\n"
+        "from vitrail.models.checkpoint import open_checkpoint as find\n"
         "from vitrail import Refused\n"
         "print(find('org/tiny').folder.name, find('org/tiny', 'main').architecture)\n"
         "try:\n    find('org/other')\nexcept Refused as refused:\n    print(refused)\n"
@@ -170,18 +172,24 @@ def test_a_gpu_encodes_the_pictures_of_a_steps_tokens_at_once_as_far_as_memory_a
         pos_width=64,
         merge=2,
     )
+    golden = load_entry("KimiVLForConditionalGeneration").read_config(
+        open_checkpoint(str(GOLDEN / "ckpt")).config, {}
+    )
+    assert not isinstance(golden, list)
+    model = replace(golden, vision=vision, dtype="bfloat16")
 
-    def planned(gpu: Hardware, tokens: int = 8192, asked: int | None = None) -> int:
-        limits = TowerLimits(tokens, gpu, "bfloat16")
-        return encoder_patches(EngineConfig(model="", encoder_patches=asked), vision, kimi, limits)
+    def planned(gpu: Hardware, **choices: Any) -> int:
+        return encoder_budget(EngineConfig(model="", **choices), model, kimi, gpu)
 
     h200 = find("H200")
     assert planned(h200) == 7 * 5352
-    assert planned(h200, tokens=2048) == 2 * 5352
-    assert planned(h200, asked=4) == 4
+    assert planned(h200, max_step_tokens=2048) == 2 * 5352
+    assert planned(h200, encoder_patches=4) == 4
     assert planned(CPU) == 5352
-    small = replace(h200, hbm_bytes=20 * 10**9)
-    assert (
-        planned(small) == 5352 * (20 * 10**9 // 64 // (2 * (4304 + 8 * 1152)) // 5352) == 2 * 5352
-    )
     assert planned(replace(h200, hbm_bytes=10**9)) == 5352
+    small = replace(h200, hbm_bytes=24 * 10**9)
+    budget = planned(small)
+    assert 5352 < budget < 7 * 5352
+    hidden, limit = model.text.hidden_size, small.hbm_bytes // MEMORY_SHARE
+    assert encoder_peak(vision, hidden, "bfloat16", budget, 5352) <= limit
+    assert encoder_peak(vision, hidden, "bfloat16", budget + 5352, 5352) > limit

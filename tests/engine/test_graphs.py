@@ -12,11 +12,12 @@ from vitrail import LLM, Refused, SamplingParams
 from vitrail.attention.plan import PlanLimits, PlanTable, make_table
 from vitrail.attention.shape import Phase
 from vitrail.cache.kv_pool import KvPool
+from vitrail.check.sizes import graph_findings, ladder
 from vitrail.config.engine import EngineConfig, validate
 from vitrail.config.finding import accept
 from vitrail.config.hardware import find
 from vitrail.engine.engine import Engine
-from vitrail.engine.graphs import DecodeGraphs, GraphParts, _Captured, graph_findings, ladder
+from vitrail.engine.graphs import DecodeGraphs, GraphParts, _Captured
 from vitrail.engine.parcel import Door
 from vitrail.engine.runner import Runner, RunnerParts
 

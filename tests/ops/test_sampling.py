@@ -78,3 +78,23 @@ def test_a_row_draws_alone_as_among_others():
     for i in (0, 2, 3):
         alone = triton.draw_plain(x, index[i : i + 1], never(), t[i : i + 1], u[i : i + 1])
         assert alone.tolist() == [together[i]]
+
+
+FEW = triton.FILTER_BLOCK + 37
+
+
+@pytest.mark.parametrize(
+    ("top_k", "top_p", "min_p"),
+    [(FEW, 0.9, 0.0), (7, 1.0, 0.0), (FEW, 1.0, 0.02), (40, 0.8, 0.01), (FEW, 0.01, 0.0)],
+)
+def test_filtered_draws_are_those_of_the_definition(top_k: float, top_p: float, min_p: float):
+    """Also where equal logits, of which some are kept, lie at a filter's end."""
+    x = rows(2, seed=3)[:, :FEW].contiguous()
+    x[1] = (x[1] * 2).round() / 2
+    index = torch.arange(4, device=DEVICE) % 2
+    u = torch.tensor([0.0, 0.4, 0.7, 0.9999], dtype=torch.float64, device=DEVICE)
+    t = torch.tensor([0.7, 1.0], dtype=torch.float64, device=DEVICE)[index]
+    kept = naive.Filters(*(torch.full_like(u, v) for v in (top_k, top_p, min_p)))
+    mask = never(5)[:FEW]
+    got = triton.draw_filtered(x, index, mask, t, kept, u)
+    assert got.tolist() == naive.draw_filtered(x, index, mask, t, kept, u).tolist()

@@ -15,41 +15,55 @@ import torch
 from torch import nn
 
 from vitrail.attention.installed import releases
-from vitrail.attention.plan import PlanLimits, PlanTable, make_table
+from vitrail.attention.plan import PlanTable, make_table
 from vitrail.attention.shape import AttentionSite, Phase
-from vitrail.cache.budget import CacheBudget, plan_cache
+from vitrail.attention.warm import warm
 from vitrail.cache.encoder import EncoderCache
 from vitrail.cache.encoder_pool import EncoderPool
 from vitrail.cache.kv_pool import KvPool
 from vitrail.cache.manager import Manager
-from vitrail.cache.spec import ITEM_BYTES, LayerSpec, stored_as
-from vitrail.config.engine import DEFAULT_VIDEO_FRAMES, GIB, EngineConfig, plan_frames, validate
+from vitrail.cache.spec import ITEM_BYTES, LayerSpec
+from vitrail.check.encoder_peak import encoder_peak, product_bytes
+from vitrail.check.sizes import (
+    CPU_KV_BYTES,
+    Sizes,
+    encoder_budget,
+    graph_sizes,
+    image_limits,
+    kv_bytes,
+    kv_dtype,
+    plan_sizes,
+    served_dtype,
+    step_tokens,
+    stored_specs,
+    text_limits,
+)
+from vitrail.check.weights import plan_load, read_headers
+from vitrail.config.engine import EngineConfig, validate
 from vitrail.config.finding import Finding, Refused, accept, errors
-from vitrail.config.hardware import CPU, Hardware, from_device
-from vitrail.config.model import DType, KvDType, ModelConfig, VisionConfig
-from vitrail.engine import tower
+from vitrail.config.hardware import Hardware
+from vitrail.config.model import DType, ModelConfig, VisionConfig
 from vitrail.engine.batch import BatchBuilder
-from vitrail.engine.checkpoint import Checkpoint
 from vitrail.engine.encode import ImageEncoder
+from vitrail.engine.encode_graphs import EncodeGraphs, ladder_of
 from vitrail.engine.engine import Engine
 from vitrail.engine.floors import Shapes
-from vitrail.engine.graphs import GraphParts, capture_graphs, graph_bytes, graph_sizes
+from vitrail.engine.graphs import GraphParts, capture_graphs
+from vitrail.engine.measure import run_worst_steps
 from vitrail.engine.parcel import Door
+from vitrail.engine.placement import device_of, hardware_of, video_frames_of
 from vitrail.engine.prepare import ServingFacts
 from vitrail.engine.runner import Runner, RunnerParts
 from vitrail.engine.sampler import Sampler
 from vitrail.engine.scheduler import Scheduler, SchedulerLimits
+from vitrail.layers.linear import torch_dtype
+from vitrail.models.checkpoint import Checkpoint
 from vitrail.models.interface import ImageModel, Model, ModelEntry
-from vitrail.models.registry import find, load_entry, load_gguf_entry
+from vitrail.models.registry import load_entry
 from vitrail.vision.preprocess import ImageProcessor
-from vitrail.weights import headers, load
-from vitrail.weights.plan import resolve
+from vitrail.weights import load
 
 log = logging.getLogger("vitrail.engine")
-# Tokens of a step where nobody says.
-GPU_STEP_TOKENS, CPU_STEP_TOKENS = 8192, 2048
-# GPU memory left to the forward pass beside weights, encoder and pages.
-WORKSPACE_BYTES = 2 * GIB
 
 
 class Built(NamedTuple):
@@ -94,14 +108,6 @@ class _Stages:
         return f"{self._last - self._began:.1f} s ({', '.join(self._took)})"
 
 
-class _Sizes(NamedTuple):
-    """Limits that the model, the device and the user's choices give together."""
-
-    max_model_len: int
-    encoder_patches: int
-    cache: CacheBudget
-
-
 def build_engine(
     config: EngineConfig,
     checkpoint: Checkpoint,
@@ -114,27 +120,30 @@ def build_engine(
     found = errors(validate(config))
     if found:
         raise Refused(found)
-    device = _device(config)
-    hardware = _hardware(device)
+    device = device_of(config)
+    hardware = hardware_of(device)
     entry = load_entry(checkpoint.architecture)
     model_config = accept(entry.read_config(checkpoint.config, checkpoint.generation))
-    dtype = _dtype(config, model_config, device)
-    frames = _video_frames(config, model_config)
+    dtype = served_dtype(config, model_config, device.type == "cpu")
+    frames = video_frames_of(config, model_config)
     with torch.device("meta"):
         model = entry.build(model_config, dtype)
-    limits = tower.TowerLimits(_step_tokens(config, hardware), hardware, dtype)
-    patches = tower.encoder_patches(config, model_config.vision, processor, limits)
-    largest = None if processor is None else processor.max_patches
-    image_plans = tower.image_plans(config, model, model_config.vision, dtype, patches, hardware)
+    patches = encoder_budget(config, model_config, processor, hardware)
+    image_plans = _image_plans(config, model, model_config.vision, dtype, patches, hardware)
     stages.done("plans and kernels of the tower")
     _load(config, entry, model_config, model, checkpoint, device, progress)
     stages.done("weights")
-    made = tower.images(config, model, model_config.vision, image_plans, (patches, largest), device)
+    largest = None if processor is None else processor.max_patches
+    budget = (patches, largest)
+    encode_graphs = _encode_graphs(config, model, image_plans, model_config.vision, budget, device)
     stages.done("graphs of the tower")
-    peak = tower.measured_peak(model, image_plans, model_config, dtype, patches, largest, device)
+    peak = _measure_encoder(model, image_plans, model_config, dtype, patches, largest, device)
     stages.done("measuring the tower")
-    sizes = _sizes(config, model_config, _specs(config, model), patches, device, peak)
-    engine = _assemble(config, model_config, model, sizes, made, device, stages)
+    specs = stored_specs(config, model.cache_specs())
+    sizes = _sizes(config, model_config, specs, patches, device, peak)
+    engine = _assemble(
+        config, model_config, model, sizes, image_plans, device, stages, encode_graphs
+    )
     log.info(
         "ready in %s: %s on %s in %s, %d KV tokens in %d pages of %s",
         stages,
@@ -168,11 +177,11 @@ def build_tower(
     found = errors(validate(config))
     if found:
         raise Refused(found)
-    device = _device(config)
-    hardware = _hardware(device)
+    device = device_of(config)
+    hardware = hardware_of(device)
     entry = load_entry(checkpoint.architecture)
     model_config = accept(entry.read_config(checkpoint.config, checkpoint.generation))
-    dtype = _dtype(config, model_config, device)
+    dtype = served_dtype(config, model_config, device.type == "cpu")
     with torch.device("meta"):
         model = entry.build(model_config, dtype)
     vision = model_config.vision
@@ -185,67 +194,45 @@ def build_tower(
                 change="give a vision model",
             )
         )
-    limits = tower.TowerLimits(_step_tokens(config, hardware), hardware, dtype)
-    patches = tower.encoder_patches(config, vision, processor, limits)
-    largest = None if processor is None else processor.max_patches
-    plans = tower.image_plans(config, model, vision, dtype, patches, hardware)
+    patches = encoder_budget(config, model_config, processor, hardware)
+    plans = _image_plans(config, model, vision, dtype, patches, hardware)
     _load(config, entry, model_config, model, checkpoint, device, None)
-    made = tower.images(config, model, vision, plans, (patches, largest), device)
-    assert made.encoder is not None, "a model with a tower"
-    return Tower(made.encoder, made.pool, vision, hardware, device, dtype)
+    largest = None if processor is None else processor.max_patches
+    graphs = _encode_graphs(config, model, plans, vision, (patches, largest), device)
+    pool = EncoderPool()
+    encoder = ImageEncoder(model, plans, pool, device, vision.patch_size, graphs)
+    return Tower(encoder, pool, vision, hardware, device, dtype)
 
 
 def placed(config: EngineConfig, checkpoint: Checkpoint) -> Placed:
     """As `build_engine` would decide. Raises `Refused`."""
-    device, entry = _device(config), load_entry(checkpoint.architecture)
+    device, entry = device_of(config), load_entry(checkpoint.architecture)
     model = accept(entry.read_config(checkpoint.config, checkpoint.generation))
-    dtype = _dtype(config, model, device)
-    shapes = Shapes(model=model, dtype=dtype, kv_dtype=_kv_dtype(config) or dtype)
-    return Placed(shapes, _hardware(device), device)
+    dtype = served_dtype(config, model, device.type == "cpu")
+    shapes = Shapes(model=model, dtype=dtype, kv_dtype=kv_dtype(config) or dtype)
+    return Placed(shapes, hardware_of(device), device)
 
 
-def _device(config: EngineConfig) -> torch.device:
-    available = torch.cuda.is_available()
-    if config.device == "cuda" and not available:
-        raise Refused(
-            Finding(
-                where="device",
-                saw="cuda, and torch sees no CUDA device",
-                rule="the device is there",
-                change="pass --device cpu, or install a CUDA build of torch",
-            )
-        )
-    return torch.device("cuda" if available and config.device != "cpu" else "cpu")
+def _image_plans(
+    config: EngineConfig,
+    model: Model,
+    vision: VisionConfig | None,
+    dtype: DType,
+    patches: int,
+    hardware: Hardware,
+) -> PlanTable:
+    limits = accept(image_limits(vision, dtype, patches))
+    sites = model.image_sites() if isinstance(model, ImageModel) else ()
+    return _ready(make_table(sites, limits, hardware, config.attention, releases()), hardware)
 
 
-def _hardware(device: torch.device) -> Hardware:
-    if device.type == "cpu":
-        return CPU
-    p = torch.cuda.get_device_properties(device)
-    return from_device(p.name, p.major * 10 + p.minor, p.multi_processor_count, p.total_memory)
-
-
-def _dtype(config: EngineConfig, model: ModelConfig, device: torch.device) -> DType:
-    if config.dtype != "auto":
-        return config.dtype
-    return "float32" if device.type == "cpu" else model.dtype
-
-
-def _video_frames(config: EngineConfig, model: ModelConfig) -> int:
-    """Without a tower no number is too large."""
-    if model.vision is None:
-        return config.video_frames or DEFAULT_VIDEO_FRAMES
-    return accept(plan_frames(config, model.video_frames))
-
-
-def _kv_dtype(config: EngineConfig) -> KvDType | None:
-    """What the cache keeps; None: what the model computes in."""
-    return None if config.kv_cache_dtype == "auto" else "float8_e4m3fn"
-
-
-def _specs(config: EngineConfig, model: Model) -> Sequence[LayerSpec]:
-    kept, kv_dtype = model.cache_specs(), _kv_dtype(config)
-    return kept if kv_dtype is None else stored_as(kept, kv_dtype)
+def _ready(plans: PlanTable, hardware: Hardware) -> PlanTable:
+    """Say why plans are not the best ones, and compile what they name. Raises `Refused`."""
+    for warning in plans.warnings:
+        log.warning("%s", warning)
+    if found := warm(plans, hardware):
+        raise Refused(found)
+    return plans
 
 
 def _load(
@@ -257,20 +244,61 @@ def _load(
     device: torch.device,
     progress: load.Progress | None,
 ) -> None:
-    weight_map, module = entry.weight_map(model_config), cast(nn.Module, model)
+    module = cast(nn.Module, model)
     if config.weights == "random":
-        load.randomize(weight_map, module, device, config.seed)
+        load.randomize(entry.weight_map(model_config), module, device, config.seed)
         return
-    if checkpoint.gguf is None:
-        parts = find(checkpoint.architecture).folders
-        found, source = accept(headers.read(checkpoint.folder, parts)), checkpoint.folder
-    else:
-        weight_map = load_gguf_entry(checkpoint.architecture).gguf_map(model_config)
-        found, source = checkpoint.gguf.headers, checkpoint.gguf
-    plan = accept(resolve(weight_map, found, load.parameters_of(module)))
+    source = checkpoint.gguf or checkpoint.folder
+    found, parameters = read_headers(checkpoint), load.parameters_of(module)
+    plan = accept(plan_load(checkpoint, model_config, parameters, found))
     for warning in plan.warnings:
         log.warning("%s", warning)
     load.load(plan, module, source, device, progress)
+
+
+def _measure_encoder(
+    model: Model,
+    plans: PlanTable,
+    config: ModelConfig,
+    dtype: DType,
+    patches: int,
+    largest: int | None,
+    device: torch.device,
+) -> int:
+    """Bytes that encoding takes beyond weights and finished pictures in the worst step within the
+    budget, features of a begun picture included. Not measured on a CPU, where the pages' size does
+    not depend on it. `largest`: patches of the largest picture, None if no processor says."""
+    if config.vision is None or device.type == "cpu":
+        return 0
+    assert isinstance(model, ImageModel), f"{config.architecture} with a tower"
+    before = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    kind = torch_dtype(dtype)
+    run_worst_steps(model, plans, config.vision, kind, patches, largest, device)
+    peak = torch.cuda.max_memory_allocated(device) - before
+    torch.cuda.empty_cache()
+    predicted = encoder_peak(config.vision, config.text.hidden_size, dtype, patches, largest)
+    predicted += product_bytes(hardware_of(device).cc)
+    log.info("encoding takes %d MiB, %d predicted", peak >> 20, predicted >> 20)
+    return peak
+
+
+def _encode_graphs(
+    config: EngineConfig,
+    model: Model,
+    plans: PlanTable,
+    vision: VisionConfig | None,
+    patches: tuple[int, int | None],
+    device: torch.device,
+) -> EncodeGraphs | None:
+    """The tower in graphs, before what they hold is left to the cache; none on a CPU or where none
+    are wanted. `patches`: the budget, and of the largest picture if known."""
+    wanted = device.type == "cuda" and config.cuda_graphs != 0
+    if vision is None or not isinstance(model, ImageModel) or not wanted:
+        return None
+    graphs = EncodeGraphs(model, plans, vision, ladder_of(vision, *patches), device)
+    graphs.capture()
+    return graphs
 
 
 def _sizes(
@@ -280,66 +308,50 @@ def _sizes(
     patches: int,
     device: torch.device,
     encoder_peak: int,
-) -> _Sizes:
-    """The pages' budget, and the longest request: the user's, or what model and pages both
-    allow."""
-    wanted = config.max_model_len or model.text.max_position
-    if wanted > model.text.max_position:
-        raise Refused(
-            Finding(
-                where="max_model_len",
-                saw=str(wanted),
-                rule=f"at most the model's {model.text.max_position} positions",
-                change=f"pass --max-model-len {model.text.max_position} or less",
-            )
-        )
-    token_bytes = sum(s.bytes_per_token() for s in specs)
-    budget = config.kv_cache_bytes or _kv_bytes(config, device, encoder_peak)
-    # no more than every running request at full length can use
-    pages_each = -(-wanted // config.page_size)
-    budget = min(budget, config.max_running * pages_each * config.page_size * token_bytes)
-    if config.max_model_len is None:
-        held = budget // (token_bytes * config.page_size) * config.page_size
-        if held < wanted:
-            log.warning(
-                "max_model_len: the model has %d positions, the cache of %d bytes holds %d tokens; "
-                "serving %d. Pass --kv-cache-bytes or --max-model-len to choose",
-                wanted,
-                budget,
-                held,
-                held,
-            )
-        wanted = max(1, min(wanted, held))
-    cache = accept(plan_cache(specs, config.page_size, budget, wanted, config.max_running))
-    return _Sizes(wanted, patches, cache)
+) -> Sizes:
+    """What is left on the device, in pages and the longest request."""
+    left = CPU_KV_BYTES
+    if device.type != "cpu":
+        free, total = torch.cuda.mem_get_info(device)
+        left = kv_bytes(config, free, total, encoder_peak)
+    sizes = accept(plan_sizes(config, model.text, specs, patches, left))
+    for warning in sizes.warnings:
+        log.warning("%s", warning)
+    return sizes
 
 
-def _kv_bytes(config: EngineConfig, device: torch.device, encoder_peak: int) -> int:
-    if device.type == "cpu":
-        return GIB
-    free, total = torch.cuda.mem_get_info(device)
-    kept = int(total * (1 - config.memory_fraction))
-    others = encoder_peak + config.encoder_cache_bytes + graph_bytes(graph_sizes(config, device))
-    return free - kept - others - WORKSPACE_BYTES
+def _image_encoder(
+    model: Model,
+    vision: VisionConfig | None,
+    plans: PlanTable,
+    pool: EncoderPool,
+    device: torch.device,
+    graphs: EncodeGraphs | None,
+) -> ImageEncoder | None:
+    if vision is None or not isinstance(model, ImageModel):
+        return None
+    return ImageEncoder(model, plans, pool, device, vision.patch_size, graphs)
 
 
 def _assemble(
     config: EngineConfig,
     model_config: ModelConfig,
     model: Model,
-    sizes: _Sizes,
-    images: tower.Images,
+    sizes: Sizes,
+    image_plans: PlanTable,
     device: torch.device,
     stages: _Stages,
+    encode_graphs: EncodeGraphs | None,
 ) -> Engine:
-    specs, dtype = _specs(config, model), _dtype(config, model_config, device)
-    graphs = graph_sizes(config, device)
+    specs, on_cpu = stored_specs(config, model.cache_specs()), device.type == "cpu"
+    dtype, graphs = served_dtype(config, model_config, on_cpu), graph_sizes(config, on_cpu)
     # One page more than the manager knows of: where padded rows write.
     pool = KvPool(specs, sizes.cache.num_pages + bool(graphs), config.page_size, device)
     sites = model.text_sites()
-    plans = _text_plans(config, sites, dtype, sizes.max_model_len, _hardware(device))
+    plans = _text_plans(config, sites, dtype, sizes.max_model_len, hardware_of(device))
     stages.done("plans and kernels of the decoder")
     row_bytes = model_config.text.hidden_size * ITEM_BYTES[dtype]
+    encoder_pool = EncoderPool()
     image_id, vocab_size = model_config.image_token_id, model_config.text.vocab_size
     door = Door(device)
     builder = BatchBuilder(
@@ -352,8 +364,10 @@ def _assemble(
     parts = RunnerParts(
         model=model,
         pool=pool,
-        encoder_pool=images.pool,
-        encoder=images.encoder,
+        encoder_pool=encoder_pool,
+        encoder=_image_encoder(
+            model, model_config.vision, image_plans, encoder_pool, device, encode_graphs
+        ),
         builder=builder,
         sampler=Sampler(
             config.max_running,
@@ -377,15 +391,8 @@ def _assemble(
         ),
     )
     stages.done("graphs")
-    scheduler = _scheduler(config, sizes, row_bytes, _hardware(device))
+    scheduler = _scheduler(config, sizes, row_bytes, on_cpu)
     return Engine(scheduler, Runner(parts), step_ahead=config.step_ahead)
-
-
-def _step_tokens(config: EngineConfig, hardware: Hardware) -> int:
-    """The user's choice, or as many as keep the device at its products rather than its launches."""
-    if config.max_step_tokens is not None:
-        return config.max_step_tokens
-    return GPU_STEP_TOKENS if hardware.cc else CPU_STEP_TOKENS
 
 
 def _text_plans(
@@ -396,25 +403,16 @@ def _text_plans(
     hardware: Hardware,
 ) -> PlanTable:
     assert all(phase is not Phase.ENCODE for _, phase in sites)
-    limits = PlanLimits(
-        dtype=dtype,
-        page_size=config.page_size,
-        max_batch=config.max_running,
-        max_q_len=_step_tokens(config, hardware),
-        max_kv_len=max_model_len,
-        kv_dtype=_kv_dtype(config),
-    )
-    return tower.ready(make_table(sites, limits, hardware, config.attention, releases()), hardware)
+    limits = text_limits(config, dtype, max_model_len, on_cpu=not hardware.cc)
+    return _ready(make_table(sites, limits, hardware, config.attention, releases()), hardware)
 
 
-def _scheduler(
-    config: EngineConfig, sizes: _Sizes, row_bytes: int, hardware: Hardware
-) -> Scheduler:
+def _scheduler(config: EngineConfig, sizes: Sizes, row_bytes: int, on_cpu: bool) -> Scheduler:
     return Scheduler(
         SchedulerLimits(
             max_running=config.max_running,
             max_waiting=config.max_waiting,
-            max_step_tokens=_step_tokens(config, hardware),
+            max_step_tokens=step_tokens(config, on_cpu),
             max_model_len=sizes.max_model_len,
             encoder_patches=sizes.encoder_patches,
             page_size=config.page_size,

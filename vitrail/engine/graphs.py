@@ -17,7 +17,7 @@ Legend: B rows of a graph, M hidden channels."""
 
 import logging
 from bisect import bisect_left
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Generator, Iterable
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 
@@ -31,6 +31,7 @@ from vitrail.attention.plan import AttentionPlan, PlanTable
 from vitrail.attention.records import RECORDED, Records, decode_records, padded, room
 from vitrail.attention.shape import Phase
 from vitrail.cache.kv_pool import KvPool
+from vitrail.check.sizes import graph_bytes, graph_findings, graph_sizes
 from vitrail.config.engine import EngineConfig
 from vitrail.config.finding import Finding, Refused
 from vitrail.engine.batch import BatchBuilder, Rows
@@ -40,16 +41,8 @@ from vitrail.layers.context import ForwardContext
 from vitrail.models.interface import Model
 
 log = logging.getLogger("vitrail.engine")
-# Planned: for each graph of its own, and for what the largest keeps between its kernels.
-GRAPH_BYTES, WORKSPACE_BYTES = 16 << 20, 512 << 20
 # Bytes of a parcel behind a graph's own: parameters of the sampled rows, as most batches have them.
 TAIL_BYTES = 1 << 16
-
-
-def ladder(largest: int) -> list[int]:
-    """Sizes up to `largest`: 1, 2, 4, then by eights to 64, sixteens to 256, thirty-twos."""
-    sizes = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, largest + 1, 32)]
-    return [*(s for s in sizes if s < largest), largest] if largest else []
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -238,24 +231,11 @@ class _Head:
     pages: np.ndarray
 
 
-def graph_sizes(config: EngineConfig, device: torch.device) -> list[int]:
-    """Batch sizes of the decode graphs, none on a CPU."""
-    if device.type == "cpu":
-        return []
-    asked = config.max_running if config.cuda_graphs is None else config.cuda_graphs
-    return ladder(min(asked, config.max_running))
-
-
-def graph_bytes(sizes: Sequence[int]) -> int:
-    """Device memory that so many graphs may take."""
-    return len(sizes) * GRAPH_BYTES + WORKSPACE_BYTES if sizes else 0
-
-
 def capture_graphs(parts: GraphParts, config: EngineConfig, door: Door) -> DecodeGraphs | None:
     """The decode graphs. Raises `Refused` where one cannot be captured, or where all of them take
     more than was planned. Attention that cannot be captured is refused where graphs were asked for,
     else a warning."""
-    sizes = graph_sizes(config, door.device)
+    sizes = graph_sizes(config, door.device.type == "cpu")
     if not sizes:
         return None
     if found := graph_findings(p for p in parts.plans if p.shape.phase is Phase.DECODE):
@@ -281,21 +261,6 @@ def capture_graphs(parts: GraphParts, config: EngineConfig, door: Door) -> Decod
             )
         )
     return graphs
-
-
-def graph_findings(plans: Iterable[AttentionPlan]) -> list[Finding]:
-    """Why decodes cannot be captured over these plans: the reference asks the host for lengths."""
-    return [
-        Finding(
-            where="cuda_graphs",
-            saw=f"attention decode on backend {plan.backend}",
-            rule="work of captured decodes is data on the device",
-            change="pass --cuda-graphs 0, or leave the attention's choice to the plan",
-            code="decode_not_capturable",
-        )
-        for plan in plans
-        if plan.backend == "reference"
-    ][:1]
 
 
 def _failed(size: int, error: Exception) -> Finding:

@@ -27,7 +27,6 @@ from vitrail.config.engine import EngineConfig
 from vitrail.config.finding import Finding, Refused
 from vitrail.config.hardware import Hardware
 from vitrail.engine.build import placed
-from vitrail.engine.checkpoint import Checkpoint
 from vitrail.engine.engine import Engine
 from vitrail.engine.floors import Rates, Shapes, floor_seconds
 from vitrail.engine.ipc import ProfileWindow
@@ -55,6 +54,7 @@ from vitrail.layers.embedding import LmHead
 from vitrail.layers.gqa import GqaAttention
 from vitrail.layers.linear import torch_dtype
 from vitrail.layers.moe import MoeLayer
+from vitrail.models.checkpoint import Checkpoint
 from vitrail.vision.moonvit import MoonVit
 from vitrail.vision.projector import MergeProjector
 from vitrail.vision.siglip import Siglip

@@ -25,7 +25,7 @@ from vitrail.engine.parcel import Parcel, Received
 from vitrail.engine.request import SamplingParams, TokenLogprob
 from vitrail.engine.step import SlotSetup
 from vitrail.ops.dispatch import select_sampling
-from vitrail.ops.sampling.naive import Filters, draw_filtered
+from vitrail.ops.sampling.naive import Filters
 
 GREEDY, PLAIN, FILTERED = range(3)
 
@@ -212,7 +212,8 @@ class Sampler:
             tokens_S.index_copy_(0, rows, drawn)
         if asked.filtered is not None:
             rows, (u, temperature, *kept) = got(asked.filtered.rows), got(asked.filtered.columns)
-            drawn = draw_filtered(x_SV, rows, self._never_V, temperature, Filters(*kept), u)
+            filters = Filters(*kept)
+            drawn = self._ops.draw_filtered(x_SV, rows, self._never_V, temperature, filters, u)
             tokens_S.index_copy_(0, rows, drawn)
         if asked.penalised is not None:
             rows, tables, _ = (got(ticket) for ticket in asked.penalised)

@@ -22,6 +22,7 @@ from vitrail.ops.moe.grouped import segmented_experts
 from vitrail.ops.moe.naive import Routing, naive_experts, naive_route
 from vitrail.ops.moe.plan import ALIGN_BYTES, Choice
 from vitrail.ops.resize import naive as naive_resize
+from vitrail.ops.sampling.naive import Filters
 from vitrail.ops.vision import naive as naive_vision
 
 Experts = Callable[
@@ -155,16 +156,19 @@ def select_rope_table(device: torch.device) -> RopeTable:
 class SamplingOps(NamedTuple):
     best_tokens: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
     draw_plain: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+    draw_filtered: Callable[[Tensor, Tensor, Tensor, Tensor, Filters, Tensor], Tensor]
 
 
 @cache
 def select_sampling(device: torch.device) -> SamplingOps:
     """Ours in Triton on a GPU, else the definitions."""
     if device.type != "cuda":
-        return SamplingOps(naive_sampling.best_tokens, naive_sampling.draw_plain)
+        return SamplingOps(
+            naive_sampling.best_tokens, naive_sampling.draw_plain, naive_sampling.draw_filtered
+        )
     from vitrail.ops.sampling import triton
 
-    return SamplingOps(triton.best_tokens, triton.draw_plain)
+    return SamplingOps(triton.best_tokens, triton.draw_plain, triton.draw_filtered)
 
 
 def select_vision(device: torch.device) -> ModuleType:

@@ -5,6 +5,7 @@ Legend: S rows of logits, R rows that draw, V vocabulary, N blocks of a row."""
 
 # A constant given to a jitted function is a constexpr inside it, which no type says.
 # pyright: reportArgumentType=false, reportOperatorIssue=false, reportCallIssue=false
+# pyright: reportAttributeAccessIssue=false
 
 import torch
 import triton
@@ -12,8 +13,11 @@ import triton.language as tl
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from vitrail.ops.sampling.naive import Filters
+
 BLOCK = 2048
 NUM_WARPS = 4
+FILTER_BLOCK, FILTER_WARPS = 512, 8
 
 
 @triton.jit
@@ -118,6 +122,146 @@ def _draw_of_row(
     tl.store(tokens + nth, tl.minimum(block * BLOCK + found, vocab - 1).to(tl.int64))
 
 
+@triton.jit
+def _keys(x):
+    """uint32 in the order of fp32 numbers."""
+    bits = x.to(tl.uint32, bitcast=True)
+    return tl.where(bits >> 31 != 0, ~bits, bits | 0x80000000)
+
+
+@triton.jit
+def _measure(row, never, vocab, temperature, top, pivots, PIVOTS: tl.constexpr, WIDE: tl.constexpr):
+    """float64 [PIVOTS] each: the weight, and the number, of a row's logits from each pivot on."""
+    mass = tl.zeros([WIDE, PIVOTS], tl.float32)
+    count = tl.zeros([WIDE, PIVOTS], tl.float32)
+    for first in range(0, vocab, WIDE):
+        at = first + tl.arange(0, WIDE)
+        x = _scores(row, never, at, vocab)
+        w = _weights(x, temperature, top)
+        there = (_keys(x)[:, None] >= pivots[None, :]) & (at < vocab)[:, None]
+        mass += tl.where(there, w[:, None], 0.0)
+        count += tl.where(there, 1.0, 0.0)
+    return tl.sum(mass.to(tl.float64), 0), tl.sum(count.to(tl.float64), 0)
+
+
+@triton.jit
+def _descend(
+    row,
+    never,
+    vocab,
+    temperature,
+    top,
+    goal,
+    BY_COUNT: tl.constexpr,
+    STRICT: tl.constexpr,
+    WIDE: tl.constexpr,
+):
+    """The largest key from which on the weight (or number) of logits reaches `goal` (STRICT:
+    exceeds it), with the weight and number of those above it. Three bits a pass."""
+    nth = tl.arange(0, 8)
+    key = tl.zeros([1], tl.uint32)
+    above = tl.zeros([1], tl.float64)
+    above_count = tl.zeros([1], tl.float64)
+    for i in range(11):
+        shift = 30 - 3 * i
+        valid = nth < tl.where(i == 0, 4, 8)
+        pivots = key + (tl.where(valid, nth, 0).to(tl.uint32) << shift)
+        mass, count = _measure(row, never, vocab, temperature, top, pivots, 8, WIDE)
+        have = count if BY_COUNT else mass
+        reached = (have > goal) if STRICT else (have >= goal)
+        best = tl.max(tl.where(reached & valid, nth, 0), 0)
+        following = (nth == best + 1) & valid
+        more = tl.sum(following.to(tl.int32), 0) > 0
+        above = tl.where(more, tl.sum(tl.where(following, mass, 0.0), 0), above)
+        above_count = tl.where(more, tl.sum(tl.where(following, count, 0.0), 0), above_count)
+        key += best.to(tl.uint32) << shift
+    return tl.max(key, 0), tl.max(above, 0), tl.max(above_count, 0)
+
+
+@triton.jit
+def _draw_filtered(
+    logits,
+    never,
+    rows,
+    temperatures,
+    top_ks,
+    top_ps,
+    min_ps,
+    draws,
+    tokens,
+    vocab,
+    WIDE: tl.constexpr,
+):
+    """A program a row. Likeliest first, each filter keeps a prefix: it ends within the logits of
+    one key, of which so many stay (`ties`). Nothing is sorted: a prefix's end is found by weighing
+    what lies above a key, bit by bit, and so is the place of the draw."""
+    nth = tl.program_id(0)
+    row = logits + tl.load(rows + nth) * vocab
+    temperature = tl.load(temperatures + nth).to(tl.float32)
+    top = tl.full([1], float("-inf"), tl.float32)
+    for first in range(0, vocab, WIDE):
+        x = _scores(row, never, first + tl.arange(0, WIDE), vocab)
+        top = tl.maximum(top, tl.max(x, 0))
+    top = tl.max(top, 0)
+    # min_p: weights are relative to the likeliest one's
+    min_p = tl.load(min_ps + nth).to(tl.float32)
+    least = tl.log(tl.maximum(min_p, 1e-38)) * temperature + top
+    last = _keys(tl.where(min_p > 0, least, float("-inf")))
+    ends = tl.zeros([2], tl.uint32) + last
+    kept, _ = _measure(row, never, vocab, temperature, top, ends, 2, WIDE)
+    whole, _ = _measure(row, never, vocab, temperature, top, tl.zeros([2], tl.uint32), 2, WIDE)
+    total, whole = tl.max(kept, 0), tl.max(whole, 0)
+    top_k = tl.load(top_ks + nth)
+    ties = tl.maximum(top_k, vocab.to(tl.float64))
+    if top_k < vocab:
+        key, above, count = _descend(row, never, vocab, temperature, top, top_k, True, False, WIDE)
+        each = _weight_of(key, temperature, top)
+        whole = above + (top_k - count) * each
+        total, last, ties = _shorter(total, last, ties, whole, key, top_k - count)
+    top_p = tl.load(top_ps + nth)
+    if top_p < 1:
+        goal = top_p * whole
+        key, above, count = _descend(row, never, vocab, temperature, top, goal, False, False, WIDE)
+        each = _weight_of(key, temperature, top)
+        some = tl.maximum(tl.ceil((goal - above) / tl.maximum(each, 1e-300)), 1.0)
+        total, last, ties = _shorter(total, last, ties, above + some * each, key, some)
+    goal = tl.load(draws + nth) * total
+    key, above, count = _descend(row, never, vocab, temperature, top, goal, False, True, WIDE)
+    each = _weight_of(key, temperature, top)
+    place = tl.floor((goal - above) / tl.maximum(each, 1e-300))
+    # where rounding leads past the end, the last that is kept
+    place = tl.where(key < last, ties - 1, place)
+    place = tl.where(key <= last, tl.minimum(place, ties - 1), place)
+    key = tl.maximum(key, last)
+    place = tl.maximum(place, 0.0)
+    seen = tl.zeros([1], tl.float64)
+    token = tl.full([1], -1, tl.int32)
+    reserve = tl.zeros([1], tl.int32)
+    for first in range(0, vocab, WIDE):
+        at = first + tl.arange(0, WIDE)
+        same = (_keys(_scores(row, never, at, vocab)) == key) & (at < vocab)
+        until = seen + tl.cumsum(same.to(tl.int32), 0).to(tl.float64)
+        token = tl.maximum(token, tl.max(tl.where(same & (until == place + 1), at, -1), 0))
+        reserve = tl.maximum(reserve, tl.max(tl.where(same, at, 0), 0))
+        seen += tl.sum(same.to(tl.int32), 0).to(tl.float64)
+    token = tl.max(tl.where(token < 0, reserve, token), 0)
+    tl.store(tokens + nth, tl.minimum(token, vocab - 1).to(tl.int64))
+
+
+@triton.jit
+def _weight_of(key, temperature, top):
+    bits = tl.where(key >> 31 != 0, key ^ 0x80000000, ~key)
+    return _weights(bits.to(tl.float32, bitcast=True), temperature, top).to(tl.float64)
+
+
+@triton.jit
+def _shorter(total, last, ties, other_total, other_last, other_ties):
+    """Of two prefixes the one that ends first: its weight, its last key and how many of that."""
+    both = tl.where(other_last == last, tl.minimum(ties, other_ties), other_ties)
+    ties = tl.where(other_last >= last, both, ties)
+    return tl.minimum(total, other_total), tl.maximum(last, other_last), ties
+
+
 def best_tokens(
     logits_SV: Float[Tensor, "S V"], never_V: Float[Tensor, "V"]
 ) -> tuple[Int[Tensor, "S"], Bool[Tensor, "S"]]:
@@ -156,5 +300,29 @@ def draw_plain(
     many = triton.next_power_of_2(blocks)
     _draw_of_row[(count,)](
         *row, u_R, part, mass, tokens_R, vocab, blocks, BLOCK, many, num_warps=NUM_WARPS
+    )
+    return tokens_R
+
+
+def draw_filtered(
+    x_SV: Float[Tensor, "S V"],
+    rows_R: Int[Tensor, "R"],
+    never_V: Float[Tensor, "V"],
+    temperature_R: Float[Tensor, "R"],
+    filters: Filters,
+    u_R: Float[Tensor, "R"],
+) -> Int[Tensor, "R"]:
+    """As `naive.draw_filtered`, with weights in fp32, without sorting."""
+    x_SV = x_SV.contiguous()
+    tokens_R = torch.empty_like(rows_R)
+    columns = (rows_R, temperature_R, *filters, u_R)
+    _draw_filtered[(len(rows_R),)](
+        x_SV,
+        never_V,
+        *(c.contiguous() for c in columns),
+        tokens_R,
+        x_SV.shape[1],
+        FILTER_BLOCK,
+        num_warps=FILTER_WARPS,
     )
     return tokens_R
