@@ -18,6 +18,7 @@ from torch import Tensor
 
 from vitrail.attention.plan import PlanTable
 from vitrail.attention.shape import Phase
+from vitrail.check.encoder_peak import MOST_GRAPH_PATCHES as MOST_PATCHES
 from vitrail.config.model import VisionConfig
 from vitrail.models.interface import ImageModel
 from vitrail.ops.vision.naive import Grids, grid_ints
@@ -26,7 +27,6 @@ from vitrail.vision.moonvit import CHANNELS
 Sizes = Sequence[tuple[int, int]]
 
 MOST_PICTURES = 8  # of a graph of pictures; with more the host has less to hide
-MOST_PATCHES = 18_432  # beyond them the device takes longer than the launches
 UNIT, FIRST = 64, 256  # patches between rungs at the least, and in the first
 APART = 128  # patches between rungs of small pictures
 # Backends that read lengths on the device alone, so that a graph serves any.
