@@ -44,7 +44,7 @@ from vitrail.config.hardware import Hardware
 from vitrail.config.model import DType, ModelConfig, VisionConfig
 from vitrail.engine.batch import BatchBuilder
 from vitrail.engine.encode import ImageEncoder
-from vitrail.engine.encode_graphs import EncodeGraphs
+from vitrail.engine.encode_graphs import EncodeGraphs, ladder_of
 from vitrail.engine.engine import Engine
 from vitrail.engine.graphs import GraphParts, capture_graphs
 from vitrail.engine.measure import run_worst_steps
@@ -107,13 +107,15 @@ def build_engine(
     frames = video_frames_of(config, model_config)
     with torch.device("meta"):
         model = entry.build(model_config, dtype)
-    patches = encoder_budget(config, model_config, processor)
+    patches = encoder_budget(config, model_config, processor, hardware)
     tower_plans = image_plans(config, model, model_config.vision, dtype, patches, hardware)
     stages.done("plans and kernels of the tower")
     load_weights(config, entry, model_config, model, checkpoint, device, progress)
     stages.done("weights")
-    encode_graphs = capture_tower(model, tower_plans, model_config.vision, patches, device)
     largest = None if processor is None else processor.max_patches
+    budget = (patches, largest)
+    encode_graphs = capture_tower(config, model, tower_plans, model_config.vision, budget, device)
+    stages.done("graphs of the tower")
     peak = _measure_encoder(model, tower_plans, model_config, dtype, patches, largest, device)
     stages.done("measuring the tower")
     specs = stored_specs(config, model.cache_specs())
@@ -217,16 +219,19 @@ def _measure_encoder(
 
 
 def capture_tower(
+    config: EngineConfig,
     model: Model,
     plans: PlanTable,
     vision: VisionConfig | None,
-    patches: int,
+    patches: tuple[int, int | None],
     device: torch.device,
 ) -> EncodeGraphs | None:
-    """The tower in graphs, before what they hold is left to the cache; none on a CPU."""
-    if vision is None or not isinstance(model, ImageModel) or device.type != "cuda":
+    """The tower in graphs, before what they hold is left to the cache; none on a CPU or where none
+    are wanted. `patches`: the budget, and of the largest picture if known."""
+    wanted = device.type == "cuda" and config.cuda_graphs != 0
+    if vision is None or not isinstance(model, ImageModel) or not wanted:
         return None
-    graphs = EncodeGraphs(model, plans, vision, patches, device)
+    graphs = EncodeGraphs(model, plans, vision, ladder_of(vision, *patches), device)
     graphs.capture()
     return graphs
 
