@@ -9,6 +9,7 @@ after it."""
 import logging
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import NamedTuple, cast
 
 import torch
@@ -17,7 +18,7 @@ from torch import nn
 from vitrail.attention.installed import releases
 from vitrail.attention.plan import PlanLimits, PlanTable, make_table
 from vitrail.attention.shape import AttentionSite, Phase
-from vitrail.attention.warm import warm
+from vitrail.attention.warm import warm, warm_ahead
 from vitrail.cache.budget import CacheBudget, plan_cache
 from vitrail.cache.encoder import EncoderCache
 from vitrail.cache.encoder_pool import EncoderPool
@@ -113,6 +114,7 @@ def build_engine(
     frames = video_frames_of(config, model_config)
     with torch.device("meta"):
         model = entry.build(model_config, dtype)
+    _compile_ahead(config, model_config, model, dtype, hardware)
     patches = encoder_patches_of(config, model_config, processor)
     tower_plans = image_plans(config, model, model_config.vision, dtype, patches, hardware)
     stages.done("plans and kernels of the tower")
@@ -179,6 +181,17 @@ def image_plans(
     )
     sites = model.image_sites() if isinstance(model, ImageModel) else ()
     return _ready(make_table(sites, limits, hardware, config.attention, releases()), hardware)
+
+
+def _compile_ahead(
+    config: EngineConfig, model_config: ModelConfig, model: Model, dtype: DType, hardware: Hardware
+) -> None:
+    """Begin with the decoder's kernels while the tower's are compiled and weights are read. How
+    long requests may be is not known yet, so this is a guess that decides nothing."""
+    most = model_config.text.max_position
+    longest = min(config.max_model_len or most, most)
+    with suppress(Refused):
+        warm_ahead(_text_plans(config, model.text_sites(), dtype, longest, hardware), hardware)
 
 
 def _ready(plans: PlanTable, hardware: Hardware) -> PlanTable:
@@ -331,8 +344,8 @@ def _assemble(
     graphs = graph_sizes(config, device)
     # One page more than the manager knows of: where padded rows write.
     pool = KvPool(specs, sizes.cache.num_pages + bool(graphs), config.page_size, device)
-    sites = model.text_sites()
-    plans = _text_plans(config, sites, dtype, sizes.max_model_len, hardware_of(device))
+    sites, hardware = model.text_sites(), hardware_of(device)
+    plans = _ready(_text_plans(config, sites, dtype, sizes.max_model_len, hardware), hardware)
     stages.done("plans and kernels of the decoder")
     row_bytes = model_config.text.hidden_size * ITEM_BYTES[dtype]
     encoder_pool = EncoderPool()
@@ -386,6 +399,7 @@ def _text_plans(
     max_model_len: int,
     hardware: Hardware,
 ) -> PlanTable:
+    """As decided. Nothing is compiled yet."""
     assert all(phase is not Phase.ENCODE for _, phase in sites)
     limits = PlanLimits(
         dtype=dtype,
@@ -395,7 +409,7 @@ def _text_plans(
         max_kv_len=max_model_len,
         kv_dtype=kv_dtype_of(config),
     )
-    return _ready(make_table(sites, limits, hardware, config.attention, releases()), hardware)
+    return make_table(sites, limits, hardware, config.attention, releases())
 
 
 def _scheduler(

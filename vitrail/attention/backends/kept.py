@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from cutlass import cute
 from triton import knobs
 
 Kernel = Callable[..., None]
@@ -40,12 +39,11 @@ def kept(
     """The kernels `parts` of what `name` says in full, from disk or made now, by whichever process
     comes first: others wait for it. `make` gives them in this order, and raises what its compiler
     raises. `device`: what they are compiled for; default the GPU at hand."""
-    folder = Path(knobs.cache.dir) / "vitrail" if folder is None else folder
-    key = hashlib.sha256(f"{name}\0{device or _device()}\0{_made_from()}".encode()).hexdigest()
-    files = [folder / f"{key}.{part}.o" for part in parts]
+    files = _files(name, parts, folder, device)
+    folder = files[0].parent
     with suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
-    with _alone(folder / f"{key}.lock"):
+    with _alone(files[0].with_suffix(".lock")):
         found = _load(files)
         if found is not None:
             return found
@@ -54,6 +52,17 @@ def kept(
         for kernel, file in zip(made, files, strict=True):
             _store(kernel, file)
         return made
+
+
+def is_kept(name: str, parts: Sequence[str]) -> bool:
+    """Whether they are on disk; asks no compiler."""
+    return all(file.is_file() for file in _files(name, parts, None, None))
+
+
+def _files(name: str, parts: Sequence[str], folder: Path | None, device: str | None) -> list[Path]:
+    folder = Path(knobs.cache.dir) / "vitrail" if folder is None else folder
+    key = hashlib.sha256(f"{name}\0{device or _device()}\0{_made_from()}".encode()).hexdigest()
+    return [folder / f"{key}.{part}.o" for part in parts]
 
 
 @contextmanager
@@ -72,6 +81,8 @@ def _alone(lock: Path) -> Iterator[None]:
 def _load(files: Sequence[Path]) -> tuple[Kernel, ...] | None:
     if not all(file.is_file() for file in files):
         return None
+    from cutlass import cute  # seconds, which a look at the disk need not wait for
+
     _preload()
     try:
         # the modules live as long as their functions
@@ -91,6 +102,8 @@ def _function(module: Any) -> Kernel:
 @cache
 def _preload() -> None:
     """Loaded kernels find the compiler's runtime among the process's symbols."""
+    from cutlass import cute
+
     for path in cute.runtime.find_runtime_libraries(enable_tvm_ffi=False):
         if Path(path).exists():
             ctypes.CDLL(path, mode=ctypes.RTLD_GLOBAL)
