@@ -7,7 +7,6 @@ disk: what is found wrong, and in which order, is decided here."""
 import os
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
@@ -29,7 +28,7 @@ class Question(msgspec.Struct, frozen=True, kw_only=True):
 
 def warm_ahead(plans: Iterable[AttentionPlan], gpu: Hardware) -> list[subprocess.Popen[bytes]]:
     """Compile what is not on disk yet in processes of their own, as many as there are cores for,
-    and do not wait. They end by themselves; one that fails is found by `warm`."""
+    and do not wait: the caller does. What fails in one is found by `warm`."""
     wanted: dict[str, AttentionPlan] = {}
     for plan in plans:
         wanted |= {name: plan for name, job in _jobs(plan, gpu) if not job.kept()}
@@ -43,7 +42,6 @@ def warm_ahead(plans: Iterable[AttentionPlan], gpu: Hardware) -> list[subprocess
         assert process.stdin is not None, "asked for"
         process.stdin.write(msgspec.json.encode(question))
         process.stdin.close()
-        threading.Thread(target=process.wait, daemon=True).start()
         started.append(process)
     return started
 

@@ -51,6 +51,7 @@ from vitrail.engine.prepare import ServingFacts
 from vitrail.engine.runner import Runner, RunnerParts
 from vitrail.engine.sampler import Sampler
 from vitrail.engine.scheduler import Scheduler, SchedulerLimits
+from vitrail.engine.warm_steps import Ahead, begin
 from vitrail.layers.linear import torch_dtype
 from vitrail.models.interface import ImageModel, Model, ModelEntry
 from vitrail.models.registry import find, load_entry, load_gguf_entry
@@ -114,7 +115,7 @@ def build_engine(
     frames = video_frames_of(config, model_config)
     with torch.device("meta"):
         model = entry.build(model_config, dtype)
-    _compile_ahead(config, model_config, model, dtype, hardware)
+    ahead = _compile_ahead(config, checkpoint, model_config, model, dtype, hardware)
     patches = encoder_patches_of(config, model_config, processor)
     tower_plans = image_plans(config, model, model_config.vision, dtype, patches, hardware)
     stages.done("plans and kernels of the tower")
@@ -124,10 +125,13 @@ def build_engine(
     largest = None if processor is None else processor.max_patches
     peak = _measure_encoder(model, tower_plans, model_config, dtype, patches, largest, device)
     stages.done("measuring the tower")
+    ahead.finish()
+    stages.done("compilers beside")
     sizes = _sizes(config, model_config, specs_of(config, model), patches, device, peak)
     engine = _assemble(
         config, model_config, model, sizes, tower_plans, device, stages, encode_graphs
     )
+    ahead.note()
     log.info(
         "ready in %s: %s on %s in %s, %d KV tokens in %d pages of %s",
         stages,
@@ -184,14 +188,22 @@ def image_plans(
 
 
 def _compile_ahead(
-    config: EngineConfig, model_config: ModelConfig, model: Model, dtype: DType, hardware: Hardware
-) -> None:
+    config: EngineConfig,
+    checkpoint: Checkpoint,
+    model_config: ModelConfig,
+    model: Model,
+    dtype: DType,
+    hardware: Hardware,
+) -> Ahead:
     """Begin with the decoder's kernels while the tower's are compiled and weights are read. How
     long requests may be is not known yet, so this is a guess that decides nothing."""
+    ahead = begin(config, checkpoint)
     most = model_config.text.max_position
     longest = min(config.max_model_len or most, most)
     with suppress(Refused):
-        warm_ahead(_text_plans(config, model.text_sites(), dtype, longest, hardware), hardware)
+        plans = _text_plans(config, model.text_sites(), dtype, longest, hardware)
+        ahead.add(warm_ahead(plans, hardware))
+    return ahead
 
 
 def _ready(plans: PlanTable, hardware: Hardware) -> PlanTable:

@@ -126,6 +126,12 @@ class DecodeGraphs:
             self._captured[size] = _Captured(graph=graph, hidden=hidden, slots=slots)
         torch.cuda.synchronize(door.device)
 
+    def rehearse(self, size: int, door: Door) -> Tensor:
+        """Hidden states [size, M] of a step of nobody's rows, launched kernel by kernel."""
+        sent = door.parcel()
+        tickets = self._pack(self._nothing(size), size, sent)
+        return self._forward(sent.send(self.inputs), tickets, size)
+
     def pack(self, plan: StepPlan, sent: Parcel) -> np.ndarray:
         """Lay out a plan of decodes alone at the head of `sent`: the slots of its rows."""
         builder = self._p.builder

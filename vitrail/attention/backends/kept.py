@@ -23,7 +23,7 @@ Kernel = Callable[..., None]
 FUNCTION = "kernel"  # the name in each object file
 PACKAGES = (
     *("nvidia-cutlass-dsl", "apache-tvm-ffi", "torch-c-dlpack-ext", "flash-attn-4"),
-    *("quack-kernels", "torch"),
+    *("quack-kernels", "torch", "triton"),
 )
 SOURCES = ("backends/cute.py", "backends/fa4.py", "decode_spec.py", "kernels/decode_sm90.py")
 log = logging.getLogger("vitrail.attention")
@@ -52,6 +52,24 @@ def kept(
         for kernel, file in zip(made, files, strict=True):
             _store(kernel, file)
         return made
+
+
+def noted(name: str) -> bool:
+    """Whether this was noted, by this very package for this very GPU."""
+    return _mark(name).is_file()
+
+
+def note(name: str) -> None:
+    """That all kernels of what `name` says are on Triton's disk. Where they are not, somebody
+    having removed them, they are compiled when they are asked for."""
+    with suppress(OSError):
+        _mark(name).parent.mkdir(parents=True, exist_ok=True)
+        _mark(name).touch()
+
+
+def _mark(name: str) -> Path:
+    (file,) = _files(f"{name}\0{_whole_package()}", ("noted",), None, None)
+    return file.with_suffix("")
 
 
 def is_kept(name: str, parts: Sequence[str]) -> bool:
@@ -134,6 +152,14 @@ def _made_from() -> str:
     for source in SOURCES:
         sources.update((Path(__file__).parents[1] / source).read_bytes())
     return "\n".join([*named, sources.hexdigest()])
+
+
+@cache
+def _whole_package() -> str:
+    sources = hashlib.sha256()
+    for source in sorted(Path(__file__).parents[2].rglob("*.py")):
+        sources.update(source.read_bytes())
+    return sources.hexdigest()
 
 
 def _release(package: str) -> str:
