@@ -13,9 +13,9 @@ import pytest
 from tests.models.cases import CASES
 from vitrail.cli import DEMO
 from vitrail.config.engine import EngineConfig
-from vitrail.engine.checkpoint import open_checkpoint
 from vitrail.engine.placement import placed
 from vitrail.engine.warm_steps import Ahead, Steps, begin, run_steps, shortened
+from vitrail.models.checkpoint import open_checkpoint
 
 CONFIG = EngineConfig(model=str(DEMO), device="cpu")
 

@@ -26,7 +26,6 @@ from torch.utils.hooks import RemovableHandle
 from vitrail.config.engine import EngineConfig
 from vitrail.config.finding import Finding, Refused
 from vitrail.config.hardware import Hardware
-from vitrail.engine.checkpoint import Checkpoint
 from vitrail.engine.engine import Engine
 from vitrail.engine.floors import Rates, Shapes, floor_seconds
 from vitrail.engine.ipc import ProfileWindow
@@ -54,6 +53,7 @@ from vitrail.layers.embedding import LmHead
 from vitrail.layers.gqa import GqaAttention
 from vitrail.layers.linear import torch_dtype
 from vitrail.layers.moe import MoeLayer
+from vitrail.models.checkpoint import Checkpoint
 
 log = logging.getLogger("vitrail.profile")
 TRACE, SUMMARY = "trace.json", "summary.txt"

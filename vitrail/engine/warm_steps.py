@@ -12,25 +12,27 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from typing import cast
 
 import msgspec
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from vitrail.attention.plan import PlanLimits, make_table
 from vitrail.attention.shape import Phase
 from vitrail.cache.kv_pool import KvPool
+from vitrail.check.sizes import graph_sizes, stored_specs
 from vitrail.config.engine import EngineConfig
 from vitrail.config.model import DType, ModelConfig
 from vitrail.engine.batch import BatchBuilder
-from vitrail.engine.checkpoint import Checkpoint, open_checkpoint
 from vitrail.engine.floors import Shapes
-from vitrail.engine.graphs import DecodeGraphs, GraphParts, graph_sizes
+from vitrail.engine.graphs import DecodeGraphs, Graph, GraphParts
 from vitrail.engine.parcel import Door
-from vitrail.engine.placement import placed, specs_of
+from vitrail.engine.placement import placed
+from vitrail.engine.sampler import Sampler
+from vitrail.models.checkpoint import Checkpoint, open_checkpoint
 from vitrail.models.registry import load_entry
 from vitrail.weights import load
 
@@ -100,7 +102,7 @@ def begin(config: EngineConfig, checkpoint: Checkpoint) -> Ahead:
     """Start as many as the machine has room for: none on a CPU, where two would not fit, or where
     an earlier start has noted that nothing is missing."""
     shapes, hardware, device = placed(config, checkpoint)
-    sizes = graph_sizes(config, device)
+    sizes = graph_sizes(config, device.type == "cpu")
     if not sizes:
         return Ahead()
     from vitrail.attention.backends.kept import noted  # Triton's disk, which a CPU has not
@@ -157,15 +159,27 @@ def run_steps(config: EngineConfig, checkpoint: Checkpoint, sizes: Sequence[int]
     )
     parts = GraphParts(
         model=model,
-        pool=KvPool(specs_of(config, model), max(sizes) + 1, config.page_size, device),
+        pool=KvPool(
+            stored_specs(config, model.cache_specs()), max(sizes) + 1, config.page_size, device
+        ),
         plans=plans,
         builder=builder,
+        sampler=Sampler(max(sizes), small.text.vocab_size, [], device),
         scratch_page=max(sizes),
         max_len=1,
     )
-    graphs = DecodeGraphs(parts, sizes, door)
-    for size in sizes:
-        model.logits(graphs.rehearse(size, door))
+    DecodeGraphs(parts, sizes, device).capture(door, _run)
+
+
+class _Nothing:
+    """What was run and not recorded."""
+
+    def replay(self) -> None:
+        raise AssertionError("nothing was recorded")
+
+
+def _run(step: Callable[[], Tensor]) -> tuple[Graph, Tensor]:
+    return _Nothing(), step()
 
 
 def main() -> None:

@@ -39,6 +39,7 @@ from vitrail.attention.plan import AttentionPlan
 from vitrail.attention.records import Lengths
 from vitrail.attention.shape import Phase
 from vitrail.config.model import KvScales
+from vitrail.ops.launch import launch
 
 MENDED_ROWS = 32  # of a program that looks for rows that are not finite
 Kernel = Callable[..., None]
@@ -387,9 +388,17 @@ def mend_launch(plan: AttentionPlan) -> triton.Launch:
 
 def _mend(plan: AttentionPlan, k_SKD: Tensor, v_SKE: Tensor) -> None:
     """In place. The last tile of a sequence holds the first rows of the next one as well."""
-    launch, strides = mend_launch(plan), (*k_SKD.stride()[:2], *v_SKE.stride()[:2])
-    launch.kernel[(-(-k_SKD.shape[0] * k_SKD.shape[1] // MENDED_ROWS),)](
-        k_SKD, v_SKE, len(k_SKD), *strides, **launch.constants, **launch.options
+    made, strides = mend_launch(plan), (*k_SKD.stride()[:2], *v_SKE.stride()[:2])
+    launch(
+        made.kernel,
+        (-(-k_SKD.shape[0] * k_SKD.shape[1] // MENDED_ROWS),),
+        k_SKD.device,
+        k_SKD,
+        v_SKE,
+        len(k_SKD),
+        *strides,
+        **made.constants,
+        **made.options,
     )
 
 

@@ -6,7 +6,7 @@ import torch
 import triton
 from torch import Tensor
 
-from vitrail.ops.launch import launch
+from vitrail.ops.launch import launch_early
 from vitrail.ops.mla.naive import LatentNorm, LatentSlots, MlaSizes
 from vitrail.ops.mla.triton import absorbed_kernel, expanded_kernel, keys_kernel, values_kernel
 from vitrail.ops.rope.naive import Turns
@@ -16,7 +16,7 @@ MATRIX_ROWS = 16  # the fewest
 R_BLOCK = 64
 E_BLOCK = 16
 MAX_RANK = 512  # of rows that a program of `values` holds whole
-MAX_VALUE_TOKENS = 128  # beyond, the batched product of the library
+MAX_VALUE_TOKENS = 512  # beyond, the batched product of the library
 
 
 class Tile(NamedTuple):
@@ -27,10 +27,11 @@ class Tile(NamedTuple):
 
 
 def tile(tokens: int, most: int = 64) -> Tile:
-    """Of a batch."""
-    if tokens <= MAX_UNROLLED:
-        return Tile(tokens, False)
-    return Tile(min(max(triton.next_power_of_2(tokens), MATRIX_ROWS), most), True)
+    """Of a batch: few kinds, so that few kernels are compiled."""
+    held = triton.next_power_of_2(tokens)
+    if held <= MAX_UNROLLED:
+        return Tile(held, False)
+    return Tile(min(max(held, MATRIX_ROWS), most), True)
 
 
 def expanded_queries(
@@ -42,7 +43,7 @@ def expanded_queries(
     q_THD = row_TX[:, : sizes.heads * sizes.head].view(tokens, sizes.heads, sizes.head)
     if not tokens:
         return q_THD
-    launch(
+    launch_early(
         expanded_kernel,
         (tokens,),
         row_TX.device,
@@ -80,7 +81,7 @@ def absorbed_queries(
         return q_THC
     shape = tile(tokens)
     products = -(-tokens // shape.tokens) * sizes.heads * -(-sizes.rank // R_BLOCK)
-    launch(
+    launch_early(
         absorbed_kernel,
         (products + tokens,),
         row_TX.device,
@@ -99,7 +100,6 @@ def absorbed_queries(
         H=sizes.heads,
         N=sizes.nope,
         TILE_T=shape.tokens,
-        T_BLOCK=triton.next_power_of_2(shape.tokens),
         N_BLOCK=max(triton.next_power_of_2(sizes.nope), MATRIX_ROWS),
         R_BLOCK=R_BLOCK,
         DOT=shape.dot,
@@ -125,7 +125,7 @@ def values(out_THR: Tensor, v_b_HER: Tensor) -> Tensor:
         return out
     shape = tile(tokens, most=32)
     blocks = -(-width // E_BLOCK)
-    launch(
+    launch_early(
         values_kernel,
         (-(-tokens // shape.tokens) * heads * blocks,),
         out_THR.device,
@@ -155,7 +155,7 @@ def expanded_keys(row_TC: Tensor, kv_b: Tensor, sizes: MlaSizes) -> tuple[Tensor
     kv_THX = kv_TX.view(tokens, sizes.heads, sizes.nope + sizes.value)
     k_THD = row_TC.new_empty((tokens, sizes.heads, sizes.head))
     if tokens:
-        launch(
+        launch_early(
             keys_kernel,
             (tokens,),
             kv_TX.device,

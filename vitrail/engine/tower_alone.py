@@ -6,6 +6,7 @@ from typing import NamedTuple
 import torch
 
 from vitrail.cache.encoder_pool import EncoderPool
+from vitrail.check.sizes import encoder_budget, served_dtype
 from vitrail.config.engine import EngineConfig, validate
 from vitrail.config.finding import Finding, Refused, accept, errors
 from vitrail.config.hardware import Hardware
@@ -16,9 +17,9 @@ from vitrail.engine.build import (
     image_plans,
     load_weights,
 )
-from vitrail.engine.checkpoint import Checkpoint
 from vitrail.engine.encode import ImageEncoder
-from vitrail.engine.placement import device_of, dtype_of, encoder_patches_of, hardware_of
+from vitrail.engine.placement import device_of, hardware_of
+from vitrail.models.checkpoint import Checkpoint
 from vitrail.models.registry import load_entry
 from vitrail.vision.preprocess import ImageProcessor
 
@@ -45,12 +46,12 @@ def build_tower(
     hardware = hardware_of(device)
     entry = load_entry(checkpoint.architecture)
     model_config = accept(entry.read_config(checkpoint.config, checkpoint.generation))
-    dtype, vision = dtype_of(config, model_config, device), model_config.vision
+    dtype, vision = served_dtype(config, model_config, device.type == "cpu"), model_config.vision
     with torch.device("meta"):
         model = entry.build(model_config, dtype)
     if vision is None:
         raise Refused(_no_tower(checkpoint.architecture))
-    patches = encoder_patches_of(config, model_config, processor)
+    patches = encoder_budget(config, model_config, processor)
     plans = image_plans(config, model, vision, dtype, patches, hardware)
     load_weights(config, entry, model_config, model, checkpoint, device, None)
     graphs, pool = capture_tower(model, plans, vision, patches, device), EncoderPool()
