@@ -30,6 +30,7 @@ from vitrail.config.hardware import Hardware
 from vitrail.config.model import DType, ModelConfig, VisionConfig
 from vitrail.engine.batch import BatchBuilder
 from vitrail.engine.checkpoint import Checkpoint
+from vitrail.engine.deterministic import attention_of, model_of, served
 from vitrail.engine.encode import ImageEncoder
 from vitrail.engine.encode_graphs import EncodeGraphs
 from vitrail.engine.engine import Engine
@@ -131,12 +132,12 @@ def build_engine(
     model_config = accept(entry.read_config(checkpoint.config, checkpoint.generation))
     dtype = dtype_of(config, model_config, device)
     frames = video_frames_of(config, model_config)
-    with torch.device("meta"):
-        model = entry.build(model_config, dtype)
+    model = model_of(config, entry, model_config, dtype, device)
     patches = encoder_patches_of(config, model_config, processor)
     image_plans = _image_plans(config, model, model_config.vision, dtype, patches, hardware)
     stages.done("plans and kernels of the tower")
     _load(config, entry, model_config, model, checkpoint, device, progress)
+    model = served(config, model, model_config.vision, device)
     stages.done("weights")
     encode_graphs = _encode_graphs(model, image_plans, model_config.vision, patches, device)
     largest = None if processor is None else processor.max_patches
@@ -184,8 +185,7 @@ def build_tower(
     entry = load_entry(checkpoint.architecture)
     model_config = accept(entry.read_config(checkpoint.config, checkpoint.generation))
     dtype = dtype_of(config, model_config, device)
-    with torch.device("meta"):
-        model = entry.build(model_config, dtype)
+    model = model_of(config, entry, model_config, dtype, device)
     vision = model_config.vision
     if vision is None or not isinstance(model, ImageModel):
         raise Refused(
@@ -200,6 +200,8 @@ def build_tower(
     plans = _image_plans(config, model, vision, dtype, patches, hardware)
     _load(config, entry, model_config, model, checkpoint, device, None)
     pool = EncoderPool()
+    model = served(config, model, vision, device)
+    assert isinstance(model, ImageModel), "as it was before it was loaded"
     encoder = ImageEncoder(model, plans, pool, device, vision.patch_size)
     return Tower(encoder, pool, vision, hardware, device, dtype)
 
@@ -238,9 +240,11 @@ def _image_plans(
         max_batch=max(1, patches),
         max_q_len=max(1, longest),
         max_kv_len=max(1, longest),
+        batch_invariant=config.deterministic,
     )
     sites = model.image_sites() if isinstance(model, ImageModel) else ()
-    return _ready(make_table(sites, limits, hardware, config.attention, releases()), hardware)
+    prefer = attention_of(config, hardware)
+    return _ready(make_table(sites, limits, hardware, prefer, releases()), hardware)
 
 
 def _ready(plans: PlanTable, hardware: Hardware) -> PlanTable:
@@ -456,8 +460,11 @@ def _text_plans(
         max_q_len=step_tokens_of(config, hardware),
         max_kv_len=max_model_len,
         kv_dtype=kv_dtype_of(config),
+        batch_invariant=config.deterministic,
+        decodes_extend=config.deterministic,
     )
-    return _ready(make_table(sites, limits, hardware, config.attention, releases()), hardware)
+    prefer = attention_of(config, hardware)
+    return _ready(make_table(sites, limits, hardware, prefer, releases()), hardware)
 
 
 def _scheduler(

@@ -22,6 +22,7 @@ from vitrail.ops.moe.plan import (
     ExpertsShape,
     direct,
     experts_plan,
+    fixed_plan,
     max_blocks,
     power_of_2,
     router_tiles,
@@ -52,14 +53,16 @@ def triton_mixture(
     choice: Choice,
     gate_up_XFM: Float[Tensor, "X F M"],
     down_XMI: Float[Tensor, "X M I"],
+    fixed: bool = False,
 ) -> Float[Tensor, "T M"]:
-    """`naive_route`, then `naive_experts`. All tensors are contiguous."""
+    """`naive_route`, then `naive_experts`. All tensors are contiguous. `fixed`: in the tiles of any
+    number of tokens."""
     if not len(x_TM):
         return torch.empty_like(x_TM)
     experts, hidden, inner = down_XMI.shape
     shape = ExpertsShape(hidden, inner, experts, choice.top_k + choice.num_shared)
-    plan = experts_plan(len(x_TM), shape, gpu)
-    routing = triton_route(x_TM, router_VM, bias_V, choice, plan.early)
+    plan = fixed_plan(shape, gpu) if fixed else experts_plan(len(x_TM), shape, gpu)
+    routing = triton_route(x_TM, router_VM, bias_V, choice, plan.early, fixed)
     return triton_experts(x_TM, routing, gate_up_XFM, down_XMI, plan)
 
 
@@ -69,12 +72,13 @@ def triton_route(
     bias_V: Float[Tensor, "V"],
     choice: Choice,
     early: bool,
+    fixed: bool = False,
 ) -> Routing:
     """As `naive_route`. `x` is bf16, the router fp32."""
     assert x_TM.dtype == torch.bfloat16, x_TM.dtype
     assert router_VM.dtype == bias_V.dtype == torch.float32, (router_VM.dtype, bias_V.dtype)
     (tokens, hidden), num_experts = x_TM.shape, len(router_VM)
-    made, device = router_tiles(tokens, hidden), x_TM.device
+    made, device = router_tiles(tokens, hidden, fixed), x_TM.device
     part = torch.empty((made.parts, tokens, num_experts), dtype=torch.float32, device=device)
     _run(
         kernels.score,
@@ -253,7 +257,7 @@ def join(
     """Each token's weighted sum over its choices, in their order."""
     (tokens, top_k), hidden = routing.expert_ids.shape, part_SM.shape[1]
     out_TM = part_SM.new_empty((tokens, hidden))
-    width = min(power_of_2(hidden), WIDE if tokens > 64 else WIDE // 4)
+    width = min(power_of_2(hidden), WIDE if tokens > 64 or plan.fixed else WIDE // 4)
     _run(
         kernels.join,
         (tokens, -(-hidden // width)),
