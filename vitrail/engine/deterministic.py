@@ -53,7 +53,7 @@ def attention_of(config: EngineConfig, hardware: Hardware) -> str | None:
     return config.attention
 
 
-def served(
+def computed_as_asked(
     config: EngineConfig, model: Model, vision: VisionConfig | None, device: torch.device
 ) -> Model:
     """The loaded model as steps call it."""

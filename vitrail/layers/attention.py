@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from vitrail.attention.backend import load_backend
@@ -179,9 +179,8 @@ class MlaAttention(nn.Module):
         q_THD = ops.expanded_queries(tokens.row_TX, norm, tokens.turns, sizes, tokens.into)
         cache_NPC, scale = ctx.pool.latent(self.layer), ctx.pool.scales(self.layer).k
 
-        def expand(
-            slots_S: Int[Tensor, "S"],
-        ) -> tuple[Float[Tensor, "S H D"], Float[Tensor, "S H E"]]:
+        # no shapes in its signature: they would be read again in every layer
+        def expand(slots_S: Tensor) -> tuple[Tensor, Tensor]:
             row_SC = dequantized(gather_slots(cache_NPC, slots_S), scale, q_THD.dtype)
             return ops.expanded_keys(row_SC, self.kv_b_proj.weight, sizes)
 

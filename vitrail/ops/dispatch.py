@@ -11,6 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 import vitrail.ops.activation.naive as naive_activation
+import vitrail.ops.gqa.naive as naive_gqa
 import vitrail.ops.linear.naive as naive_linear
 import vitrail.ops.mla.naive as naive_mla
 import vitrail.ops.norm.naive as naive_norm
@@ -199,3 +200,13 @@ def select_resize(device: torch.device) -> ModuleType:
     from vitrail.ops.resize import triton
 
     return triton
+
+
+@cache
+def select_paged_queries(device: torch.device) -> Callable[..., Tensor]:
+    """Ours in Triton on a GPU, else the definition."""
+    if device.type != "cuda":
+        return naive_gqa.paged_queries
+    from vitrail.ops.gqa import triton
+
+    return triton.paged_queries

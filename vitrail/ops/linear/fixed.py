@@ -6,6 +6,7 @@ Legend: T tokens, K input channels, O output channels."""
 import torch
 from torch import Tensor
 
+from vitrail.ops.launch import launch
 from vitrail.ops.linear.table import fixed_way
 from vitrail.ops.linear.triton import fixed_kernel
 from vitrail.ops.norm.triton import add_rms_norm, rms_norm
@@ -47,7 +48,10 @@ def product(
     made = fixed_way(outputs)
     if tokens:
         across = -(-outputs // made.outputs)
-        fixed_kernel[(-(-tokens // made.tokens) * across,)](
+        launch(
+            fixed_kernel,
+            (-(-tokens // made.tokens) * across,),
+            x_TK.device,
             rows_TK,
             weight_OK,
             weight_OK if bias_O is None else bias_O,

@@ -9,7 +9,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 
-@triton.jit(do_not_specialize=["eps"])
+@triton.jit(do_not_specialize=["tokens", "eps"])
 def rows_kernel(
     x,
     residual,
@@ -17,6 +17,7 @@ def rows_kernel(
     weight,
     out,
     total,
+    tokens,
     x_stride,
     residual_stride,
     eps,
@@ -29,8 +30,9 @@ def rows_kernel(
     ADD: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Program i: outputs [i * O_BLOCK, ...) of all tokens, one token after another. NORM: of
-    norm(x), or of norm(x + residual) where ADD; the first program writes that sum to `total`."""
+    """Program i: outputs [i * O_BLOCK, ...) of all tokens, at most TOKENS, one after another.
+    NORM: of norm(x), or of norm(x + residual) where ADD; the first program writes that sum to
+    `total`."""
     k = tl.arange(0, K_BLOCK)
     o = tl.program_id(0).to(tl.int64) * O_BLOCK + tl.arange(0, O_BLOCK)
     inside = (o < OUTPUTS)[:, None] & (k < K)[None, :]
@@ -44,17 +46,18 @@ def rows_kernel(
         gdc_wait()
     wide = w.to(tl.float32)
     for t in tl.static_range(TOKENS):
-        value = tl.load(x + t * x_stride + k, mask=k < K, other=0.0).to(tl.float32)
+        there = k < tl.where(t < tokens, K, 0)
+        value = tl.load(x + t * x_stride + k, mask=there, other=0.0).to(tl.float32)
         if ADD:
-            more = tl.load(residual + t * residual_stride + k, mask=k < K, other=0.0)
+            more = tl.load(residual + t * residual_stride + k, mask=there, other=0.0)
             value = (value + more.to(tl.float32)).to(total.dtype.element_ty).to(tl.float32)
             if tl.program_id(0) == 0:
-                tl.store(total + t * K + k, value.to(total.dtype.element_ty), mask=k < K)
+                tl.store(total + t * K + k, value.to(total.dtype.element_ty), mask=there)
         if NORM:
             value = value * tl.rsqrt(tl.sum(value * value, 0) / K + eps) * gain
             value = value.to(x.dtype.element_ty).to(tl.float32)
-        product = tl.sum(wide * value[None, :], 1)
-        tl.store(out + t * OUTPUTS + o, product.to(out.dtype.element_ty), mask=o < OUTPUTS)
+        product = tl.sum(wide * value[None, :], 1).to(out.dtype.element_ty)
+        tl.store(out + t * OUTPUTS + o, product, mask=o < tl.where(t < tokens, OUTPUTS, 0))
 
 
 @triton.jit(do_not_specialize=["tokens"])

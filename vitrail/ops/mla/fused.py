@@ -6,7 +6,7 @@ import torch
 import triton
 from torch import Tensor
 
-from vitrail.ops.launch import launch
+from vitrail.ops.launch import launch_early
 from vitrail.ops.mla.naive import MAX_RANK, LatentNorm, LatentSlots, MlaSizes
 from vitrail.ops.mla.triton import absorbed_kernel, expanded_kernel, keys_kernel, values_kernel
 from vitrail.ops.rope.naive import Turns
@@ -15,7 +15,7 @@ MAX_UNROLLED = 4  # tokens that take turns over weights in registers; more are r
 MATRIX_ROWS = 16  # the fewest
 R_BLOCK = 64
 E_BLOCK = 16
-MAX_VALUE_TOKENS = 128  # beyond, the batched product of the library
+MAX_VALUE_TOKENS = 512  # beyond, the batched product of the library
 
 
 class Tile(NamedTuple):
@@ -26,12 +26,13 @@ class Tile(NamedTuple):
 
 
 def tile(tokens: int, most: int = 64, fixed: bool = False) -> Tile:
-    """Of a batch; `fixed`: of any."""
+    """Of a batch: few kinds, so that few kernels are compiled; `fixed`: one."""
     if fixed:
         return Tile(most, True)
-    if tokens <= MAX_UNROLLED:
-        return Tile(tokens, False)
-    return Tile(min(max(triton.next_power_of_2(tokens), MATRIX_ROWS), most), True)
+    held = triton.next_power_of_2(tokens)
+    if held <= MAX_UNROLLED:
+        return Tile(held, False)
+    return Tile(min(max(held, MATRIX_ROWS), most), True)
 
 
 def expanded_queries(
@@ -43,7 +44,7 @@ def expanded_queries(
     q_THD = row_TX[:, : sizes.heads * sizes.head].view(tokens, sizes.heads, sizes.head)
     if not tokens:
         return q_THD
-    launch(
+    launch_early(
         expanded_kernel,
         (tokens,),
         row_TX.device,
@@ -82,7 +83,7 @@ def absorbed_queries(
         return q_THC
     shape = tile(tokens, fixed=fixed)
     products = -(-tokens // shape.tokens) * sizes.heads * -(-sizes.rank // R_BLOCK)
-    launch(
+    launch_early(
         absorbed_kernel,
         (products + tokens,),
         row_TX.device,
@@ -101,7 +102,6 @@ def absorbed_queries(
         H=sizes.heads,
         N=sizes.nope,
         TILE_T=shape.tokens,
-        T_BLOCK=triton.next_power_of_2(shape.tokens),
         N_BLOCK=max(triton.next_power_of_2(sizes.nope), MATRIX_ROWS),
         R_BLOCK=R_BLOCK,
         DOT=shape.dot,
@@ -128,7 +128,7 @@ def values(out_THR: Tensor, v_b_HER: Tensor, fixed: bool = False) -> Tensor:
         return out
     shape = tile(tokens, most=32, fixed=fixed)
     blocks = -(-width // E_BLOCK)
-    launch(
+    launch_early(
         values_kernel,
         (-(-tokens // shape.tokens) * heads * blocks,),
         out_THR.device,
@@ -158,7 +158,7 @@ def expanded_keys(row_TC: Tensor, kv_b: Tensor, sizes: MlaSizes) -> tuple[Tensor
     kv_THX = kv_TX.view(tokens, sizes.heads, sizes.nope + sizes.value)
     k_THD = row_TC.new_empty((tokens, sizes.heads, sizes.head))
     if tokens:
-        launch(
+        launch_early(
             keys_kernel,
             (tokens,),
             kv_TX.device,

@@ -48,7 +48,10 @@ def _write_row(
     turn(latent + R + one, at + R + one, one == 0, c, s, unscale, F, 1, F_BLOCK, INTERLEAVED, E4M3)
 
 
-@triton.jit(do_not_specialize=["eps", "unscale", "page_size"])
+@triton.jit(
+    do_not_specialize=["eps", "unscale", "page_size"],
+    do_not_specialize_on_alignment=["slots"],
+)
 def expanded_kernel(
     row,
     norm,
@@ -93,7 +96,10 @@ def expanded_kernel(
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["eps", "unscale", "page_size", "tokens"])
+@triton.jit(
+    do_not_specialize=["eps", "unscale", "page_size", "tokens"],
+    do_not_specialize_on_alignment=["slots"],
+)
 def absorbed_kernel(
     row,
     k_b,
@@ -116,7 +122,6 @@ def absorbed_kernel(
     F: tl.constexpr,
     R: tl.constexpr,
     TILE_T: tl.constexpr,
-    T_BLOCK: tl.constexpr,
     N_BLOCK: tl.constexpr,
     R_BLOCK: tl.constexpr,
     F_BLOCK: tl.constexpr,
@@ -128,7 +133,7 @@ def absorbed_kernel(
 ):
     """Programs from 0 on: (tile of tokens, head, block of R) of the product; the head's first block
     turns its rotary channels too. Then a program a token for its cache row. Without DOT there is
-    one tile of all tokens. T_BLOCK: TILE_T, or more."""
+    one tile of all tokens."""
     blocks: tl.constexpr = (R + R_BLOCK - 1) // R_BLOCK
     D: tl.constexpr = N + 2 * F
     program = tl.program_id(0)
@@ -167,14 +172,16 @@ def absorbed_kernel(
             wide = weight.to(tl.float32)
             for i in tl.static_range(TILE_T):
                 token = first + i
-                q = tl.load(row + token * row_stride + head * D + n, mask=n < N, other=0.0)
+                lives = token < tokens
+                at = row + token * row_stride + head * D + n
+                q = tl.load(at, mask=n < tl.where(lives, N, 0), other=0.0)
                 product = tl.sum(q.to(tl.float32)[:, None] * wide, 0).to(dtype)
                 to = out + (token * H + head) * (R + 2 * F) + r
-                tl.store(to, product, mask=r < R)
+                tl.store(to, product, mask=r < tl.where(lives, R, 0))
         if block == 0:
             _turn_head(
                 row + head * D, cos, sin, out + head * (R + 2 * F), first, tokens, row_stride, H,
-                N, F, R, T_BLOCK, F_BLOCK, INTERLEAVED,
+                N, F, R, TILE_T, F_BLOCK, INTERLEAVED,
             )  # fmt: skip
 
 
@@ -191,20 +198,20 @@ def _turn_head(
     N: tl.constexpr,
     F: tl.constexpr,
     R: tl.constexpr,
-    T_BLOCK: tl.constexpr,
+    TILE_T: tl.constexpr,
     F_BLOCK: tl.constexpr,
     INTERLEAVED: tl.constexpr,
 ):
     """Rotary channels of a head's queries from token `first` on, behind their R absorbed ones."""
     f = tl.arange(0, F_BLOCK)[None, :]
-    t = first + tl.arange(0, T_BLOCK)
+    t = first + tl.arange(0, TILE_T)
     live = t < tokens
     there = live[:, None] & (f < F)
     c = tl.load(cos + t[:, None] * F + f, mask=there, other=0.0)
     s = tl.load(sin + t[:, None] * F + f, mask=there, other=0.0)
     to = out + t * (H * (R + 2 * F)) + R
     at = row + t * row_stride + N
-    turn(at, to, live, c, s, 1.0, F, T_BLOCK, F_BLOCK, INTERLEAVED, False)
+    turn(at, to, live, c, s, 1.0, F, TILE_T, F_BLOCK, INTERLEAVED, False)
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -251,9 +258,12 @@ def values_kernel(
         wide = weight.to(tl.float32)
         for i in tl.static_range(TILE_T):
             token = first + i
-            part = tl.load(x + token * x_token + head * x_head + r, mask=r < R, other=0.0)
+            lives = token < tokens
+            at = x + token * x_token + head * x_head + r
+            part = tl.load(at, mask=r < tl.where(lives, R, 0), other=0.0)
             product = tl.sum(wide * part.to(tl.float32)[None, :], 1).to(dtype)
-            tl.store(out + token * (H * E) + head * E + e, product, mask=e < E)
+            to = out + token * (H * E) + head * E + e
+            tl.store(to, product, mask=e < tl.where(lives, E, 0))
 
 
 @triton.jit
