@@ -1,6 +1,6 @@
-"""`deterministic` on a CPU, in fp32: bit for bit the same logits and tokens, whoever shares the steps,
-wherever prompts are cut, whatever is cached, preempted or launched ahead. (Without it a tenth of the
-first test's logits have other bits.)"""
+"""`deterministic` on a CPU, in fp32: bit for bit the same logits and tokens, whoever shares the
+steps, wherever prompts are cut, whatever is cached, preempted or launched ahead. (Without it most
+of the first test's logits have other bits.)"""
 
 from typing import Any
 

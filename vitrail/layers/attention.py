@@ -47,6 +47,7 @@ class MlaForms:
 
 ONE_FORM = MlaForms(prefill="absorbed", decode="absorbed")
 
+
 def mla_config(text: TextConfig) -> MlaConfig:
     """The latent attention of a model that has one."""
     assert text.mla is not None, "a model without latent attention"

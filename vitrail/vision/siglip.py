@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from vitrail.attention.plan import PlanTable
 from vitrail.attention.shape import AttentionSite, Phase
 from vitrail.config.model import SiglipConfig
-from vitrail.ops.dispatch import select_vision
 from vitrail.ops.vision.naive import Grids, normalise
 from vitrail.vision.attention import prepare_vision_attention_metadata
 from vitrail.vision.encoder import EncoderBlock, EncoderShape, Residual

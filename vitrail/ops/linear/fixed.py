@@ -33,9 +33,7 @@ def add_norm_linear(
     return linear(normed_TK, weight_OK, None), total_TK
 
 
-def product(
-    x_TK: Tensor, weight_OK: Tensor, bias_O: Tensor | None, dtype: torch.dtype
-) -> Tensor:
+def product(x_TK: Tensor, weight_OK: Tensor, bias_O: Tensor | None, dtype: torch.dtype) -> Tensor:
     """x weight^T + bias in `dtype`. Leading axes of x are as they were."""
     lead, (outputs, channels) = x_TK.shape[:-1], weight_OK.shape
     assert x_TK.shape[-1] == channels, f"{tuple(x_TK.shape)}, {tuple(weight_OK.shape)}"

@@ -1,5 +1,6 @@
-"""Device side of products of a few rows, and of those that are alike for any number. Channels past K and outputs past O are neither read nor
-written. EARLY: launched while what is read, but for weights, may still be written."""
+"""Device side of products of a few rows, and of those that are alike for any number. Channels past
+K and outputs past O are neither read nor written. EARLY: launched while what is read, but for
+weights, may still be written."""
 
 # static_range is traced, never iterated
 # pyright: reportGeneralTypeIssues=false

@@ -16,7 +16,6 @@ from torch import Tensor
 from vitrail.ops.norm.naive import rms_norm
 from vitrail.ops.rope.naive import Turns, rotate
 
-
 MAX_RANK = 512  # of latents that one of our programs holds whole
 
 
