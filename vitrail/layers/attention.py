@@ -106,11 +106,19 @@ def mla_context(ctx: ForwardContext, forms: MlaForms) -> ForwardContext:
     """`ctx` with the pieces that expanding layers attend by, made once for all layers of a step
     where whoever laid it out did not."""
     prefill, decode = ctx.prefill, ctx.decode
-    if prefill is not None and forms.prefill == "expanded" and not prefill.chunks:
-        prefill = with_chunks(prefill)
+    if prefill is not None and forms.prefill == "expanded":
+        prefill = _mended(prefill if prefill.chunks else with_chunks(prefill))
     if decode is not None and forms.decode == "expanded":
-        decode = with_chunks(decode)
+        decode = _mended(with_chunks(decode))
     return replace(ctx, prefill=prefill, decode=decode)
+
+
+def _mended(meta: PagedMetadata) -> PagedMetadata:
+    """Keys and values of several sequences are expanded as `kernels/mend.py` makes them."""
+    if meta.batch == 1:
+        return meta
+    chunks = (replace(c, meta=replace(c.meta, mended=True)) for c in meta.chunks)
+    return replace(meta, chunks=tuple(chunks))
 
 
 class MlaAttention(nn.Module):
@@ -183,7 +191,7 @@ class MlaAttention(nn.Module):
         # no shapes in its signature: they would be read again in every layer
         def expand(slots_S: Tensor) -> tuple[Tensor, Tensor]:
             row_SC = dequantized(gather_slots(cache_NPC, slots_S), scale, q_THD.dtype)
-            return ops.expanded_keys(row_SC, self.kv_b_proj.weight, sizes)
+            return ops.expanded_keys(row_SC, self.kv_b_proj.weight, sizes, meta.batch > 1)
 
         assert meta.chunks, "the model gives its layers an `mla_context`"
         plan = ctx.plans.select(self.expanded, Phase.PREFILL, meta.batch, meta.max_kv_len)

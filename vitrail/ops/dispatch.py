@@ -96,7 +96,7 @@ class MlaOps(NamedTuple):
     expanded_queries: Callable[..., Tensor]
     absorbed_queries: Callable[..., Tensor]
     values: Callable[[Tensor, Tensor], Tensor]
-    expanded_keys: Callable[[Tensor, Tensor, naive_mla.MlaSizes], tuple[Tensor, Tensor]]
+    expanded_keys: Callable[[Tensor, Tensor, naive_mla.MlaSizes, bool], tuple[Tensor, Tensor]]
 
 
 @cache

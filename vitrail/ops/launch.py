@@ -88,8 +88,8 @@ class Launcher:
     def __init__(self, kernel: KernelInterface):
         self._kernel = kernel
         self._found: dict[tuple[object, ...], Prepared] = {}
-        quick = isinstance(kernel, JITFunction) and triton.__version__.startswith(QUICK_RELEASES)
-        self._parameters = kernel.params if quick else []
+        known = triton.__version__.startswith(QUICK_RELEASES)
+        self._parameters = kernel.params if known and isinstance(kernel, JITFunction) else []
         self._hows = [_how(p) for p in self._parameters]
 
     def __call__(
@@ -99,7 +99,7 @@ class Launcher:
         arguments: tuple[Any, ...],
         constants: dict[str, Any],
     ) -> None:
-        if not self._hows:
+        if not self._hows or device is None:
             self._kernel[grid](*arguments, **constants)
             return
         values, facts = _facts(arguments, self._hows)
@@ -129,7 +129,8 @@ class Launcher:
 
 
 def _stream_of() -> Callable[[int], int]:
-    return triton.runtime.driver.active.get_current_stream
+    active: Any = triton.runtime.driver.active
+    return active.get_current_stream
 
 
 def _how(parameter: Any) -> int:

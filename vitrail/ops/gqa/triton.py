@@ -1,6 +1,9 @@
 """The step before attention over keys and values by head in Triton: one launch. Legend: see
 `naive`."""
 
+# A constant given to a jitted function is a constexpr inside it, which no type says.
+# pyright: reportArgumentType=false
+
 import torch
 import triton
 import triton.language as tl

@@ -150,7 +150,9 @@ def values(out_THR: Tensor, v_b_HER: Tensor, fixed: bool = False) -> Tensor:
     return out
 
 
-def expanded_keys(row_TC: Tensor, kv_b: Tensor, sizes: MlaSizes) -> tuple[Tensor, Tensor]:
+def expanded_keys(
+    row_TC: Tensor, kv_b: Tensor, sizes: MlaSizes, mend: bool
+) -> tuple[Tensor, Tensor]:
     """`naive.expanded_keys`; the values are a view of the product."""
     tokens = len(row_TC)
     assert row_TC.stride(1) == 1, row_TC.stride()
@@ -174,6 +176,8 @@ def expanded_keys(row_TC: Tensor, kv_b: Tensor, sizes: MlaSizes) -> tuple[Tensor
             H_BLOCK=triton.next_power_of_2(sizes.heads),
             N_BLOCK=triton.next_power_of_2(sizes.nope),
             P_BLOCK=triton.next_power_of_2(sizes.rope),
+            E_BLOCK=triton.next_power_of_2(sizes.value),
+            MEND=mend,
             num_warps=4,
         )
     return k_THD, kv_THX[..., sizes.nope :]

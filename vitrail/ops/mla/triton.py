@@ -3,8 +3,8 @@
 What lies in a projected row is in `naive`. All addresses of rows are in int64; channels past a size
 are neither read nor written; a token past `tokens` neither."""
 
-# static_range is traced, never iterated
-# pyright: reportGeneralTypeIssues=false
+# static_range is traced, never iterated; a constant given to a jitted function is a constexpr in it
+# pyright: reportGeneralTypeIssues=false, reportArgumentType=false
 
 import triton
 import triton.language as tl
@@ -280,10 +280,13 @@ def keys_kernel(
     H_BLOCK: tl.constexpr,
     N_BLOCK: tl.constexpr,
     P_BLOCK: tl.constexpr,
+    E_BLOCK: tl.constexpr,
+    MEND: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     """Program i: token i's keys [H, N + P]; `kv` [T, H, KV_HEAD], of which each head's first N are
-    its key's; `row` [T, R + P]."""
+    its key's, the others its value; `row` [T, R + P]. MEND: a value with anything that is not
+    finite becomes zeros, and its key NaN."""
     if EARLY:
         gdc_launch_dependents()
         gdc_wait()
@@ -292,9 +295,20 @@ def keys_kernel(
     n = tl.arange(0, N_BLOCK)[None, :]
     p = tl.arange(0, P_BLOCK)
     there = (h < H) & (n < N)
-    nope = tl.load(kv + token * (H * KV_HEAD) + h * KV_HEAD + n, mask=there, other=0.0)
+    at = kv + token * (H * KV_HEAD) + h * KV_HEAD
+    nope = tl.load(at + n, mask=there, other=0.0)
     rope = tl.load(row + token * row_stride + R + p, mask=p < P, other=0.0)
     to = out + token * (H * (N + P)) + h * (N + P)
-    tl.store(to + n, nope, mask=there)
     spread = rope[None, :] + tl.zeros([H_BLOCK, P_BLOCK], rope.dtype)
+    if MEND:
+        e = tl.arange(0, E_BLOCK)[None, :]
+        value = (h < H) & (e < KV_HEAD - N)
+        x = tl.load(at + N + e, mask=value, other=0.0).to(tl.float32)
+        # False of NaN as well
+        whole = tl.min((tl.abs(x) < float("inf")).to(tl.int32), 1, keep_dims=True)
+        zeros = tl.zeros([H_BLOCK, E_BLOCK], kv.dtype.element_ty)
+        tl.store(at + N + e, zeros, mask=value & (whole == 0))
+        nope = tl.where(whole == 0, float("nan"), nope)
+        spread = tl.where(whole == 0, float("nan"), spread)
+    tl.store(to + n, nope, mask=there)
     tl.store(to + N + p[None, :], spread, mask=(h < H) & (p < P)[None, :])

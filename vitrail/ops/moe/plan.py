@@ -105,13 +105,13 @@ def router_tiles(tokens: int, hidden: int, fixed: bool = False) -> RouterTiles:
 
 def direct(tokens: int, slots: int, num_experts: int, plan: ExpertsPlan) -> int:
     """0: slots are placed. Where all tokens fit in one block they need not be; then blocks are
-    experts (1), or slots (2) where there are fewer."""
+    experts (1), or slots (2; of one token 3) where there are fewer."""
     if isinstance(plan.down, Joined):
         assert slots <= min(JOINED_SLOTS, num_experts), (slots, num_experts)
-        return 2
+        return 3 if tokens == 1 else 2
     if plan.fixed or tokens > plan.bt or plan.down.sorted or plan.down.programs:
         return 0
-    return 1 if slots > num_experts else 2
+    return 1 if slots > num_experts else 3 if tokens == 1 else 2
 
 
 def max_blocks(slots: int, num_experts: int, bt: int) -> int:
