@@ -122,6 +122,8 @@ def text_limits(config: EngineConfig, dtype: DType, max_model_len: int, on_cpu: 
         max_q_len=step_tokens(config, on_cpu),
         max_kv_len=max_model_len,
         kv_dtype=kv_dtype(config),
+        batch_invariant=config.deterministic,
+        decodes_extend=config.deterministic,
     )
 
 

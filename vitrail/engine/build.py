@@ -10,6 +10,7 @@ import logging
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import NamedTuple, cast
 
 import torch
@@ -44,6 +45,7 @@ from vitrail.config.finding import Refused, accept, errors
 from vitrail.config.hardware import Hardware
 from vitrail.config.model import DType, ModelConfig, VisionConfig
 from vitrail.engine.batch import BatchBuilder
+from vitrail.engine.deterministic import attention_of, computed_as_asked, model_of
 from vitrail.engine.encode import ImageEncoder
 from vitrail.engine.encode_graphs import EncodeGraphs, ladder_of
 from vitrail.engine.engine import Engine
@@ -107,13 +109,13 @@ def build_engine(
     model_config = accept(entry.read_config(checkpoint.config, checkpoint.generation))
     dtype = served_dtype(config, model_config, device.type == "cpu")
     frames = video_frames_of(config, model_config)
-    with torch.device("meta"):
-        model = entry.build(model_config, dtype)
+    model = model_of(config, entry, model_config, dtype, device)
     ahead = _compile_ahead(config, checkpoint, model_config, model, dtype, hardware)
     patches = encoder_budget(config, model_config, processor, hardware)
     tower_plans = image_plans(config, model, model_config.vision, dtype, patches, hardware)
     stages.done("plans and kernels of the tower")
     load_weights(config, entry, model_config, model, checkpoint, device, progress)
+    model = computed_as_asked(config, model, model_config.vision, device)
     stages.done("weights")
     largest = None if processor is None else processor.max_patches
     budget = (patches, largest)
@@ -163,8 +165,10 @@ def image_plans(
     hardware: Hardware,
 ) -> PlanTable:
     limits = accept(image_limits(vision, dtype, patches))
+    limits = replace(limits, batch_invariant=config.deterministic)
     sites = model.image_sites() if isinstance(model, ImageModel) else ()
-    return _ready(make_table(sites, limits, hardware, config.attention, releases()), hardware)
+    prefer = attention_of(config, hardware)
+    return _ready(make_table(sites, limits, hardware, prefer, releases()), hardware)
 
 
 def _compile_ahead(
@@ -367,7 +371,8 @@ def _text_plans(
     """As decided. Nothing is compiled yet."""
     assert all(phase is not Phase.ENCODE for _, phase in sites)
     limits = text_limits(config, dtype, max_model_len, on_cpu=not hardware.cc)
-    return make_table(sites, limits, hardware, config.attention, releases())
+    prefer = attention_of(config, hardware)
+    return make_table(sites, limits, hardware, prefer, releases())
 
 
 def _scheduler(config: EngineConfig, sizes: Sizes, row_bytes: int, on_cpu: bool) -> Scheduler:
