@@ -98,12 +98,10 @@ def build_engine(
     """Raises `Refused` with every finding of the first stage that has any: choices, config.json,
     weights (headers), attention plans, cache size. Weights are read after all but the last."""
     stages = _Stages()
-    found = errors(validate(config))
-    if found:
+    if found := errors(validate(config)):
         raise Refused(found)
     device = device_of(config)
-    hardware = hardware_of(device)
-    entry = load_entry(checkpoint.architecture)
+    hardware, entry = hardware_of(device), load_entry(checkpoint.architecture)
     model_config = accept(entry.read_config(checkpoint.config, checkpoint.generation))
     dtype = served_dtype(config, model_config, device.type == "cpu")
     frames = video_frames_of(config, model_config)
@@ -306,9 +304,8 @@ def _assemble(
     plans = _ready(_text_plans(config, sites, dtype, sizes.max_model_len, hardware), hardware)
     stages.done("plans and kernels of the decoder")
     row_bytes = model_config.text.hidden_size * ITEM_BYTES[dtype]
-    encoder_pool = EncoderPool()
+    encoder_pool, door = EncoderPool(), Door(device)
     image_id, vocab_size = model_config.image_token_id, model_config.text.vocab_size
-    door = Door(device)
     builder = BatchBuilder(
         max_running=config.max_running,
         max_pages=-(-sizes.max_model_len // config.page_size),
