@@ -10,6 +10,7 @@ import logging
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import NamedTuple, cast
 
 import torch
@@ -44,8 +45,9 @@ from vitrail.config.finding import Refused, accept, errors
 from vitrail.config.hardware import Hardware
 from vitrail.config.model import DType, ModelConfig, VisionConfig
 from vitrail.engine.batch import BatchBuilder
+from vitrail.engine.deterministic import attention_of, computed_as_asked, model_of
 from vitrail.engine.encode import ImageEncoder
-from vitrail.engine.encode_graphs import EncodeGraphs
+from vitrail.engine.encode_graphs import EncodeGraphs, ladder_of
 from vitrail.engine.engine import Engine
 from vitrail.engine.graphs import GraphParts, capture_graphs
 from vitrail.engine.measure import run_worst_steps
@@ -105,16 +107,18 @@ def build_engine(
     model_config = accept(entry.read_config(checkpoint.config, checkpoint.generation))
     dtype = served_dtype(config, model_config, device.type == "cpu")
     frames = video_frames_of(config, model_config)
-    with torch.device("meta"):
-        model = entry.build(model_config, dtype)
+    model = model_of(config, entry, model_config, dtype, device)
     ahead = _compile_ahead(config, checkpoint, model_config, model, dtype, hardware)
-    patches = encoder_budget(config, model_config, processor)
+    patches = encoder_budget(config, model_config, processor, hardware)
     tower_plans = image_plans(config, model, model_config.vision, dtype, patches, hardware)
     stages.done("plans and kernels of the tower")
     load_weights(config, entry, model_config, model, checkpoint, device, progress)
+    model = computed_as_asked(config, model, model_config.vision, device)
     stages.done("weights")
-    encode_graphs = capture_tower(model, tower_plans, model_config.vision, patches, device)
     largest = None if processor is None else processor.max_patches
+    budget = (patches, largest)
+    encode_graphs = capture_tower(config, model, tower_plans, model_config.vision, budget, device)
+    stages.done("graphs of the tower")
     peak = _measure_encoder(model, tower_plans, model_config, dtype, patches, largest, device)
     stages.done("measuring the tower")
     ahead.finish()
@@ -159,8 +163,10 @@ def image_plans(
     hardware: Hardware,
 ) -> PlanTable:
     limits = accept(image_limits(vision, dtype, patches))
+    limits = replace(limits, batch_invariant=config.deterministic)
     sites = model.image_sites() if isinstance(model, ImageModel) else ()
-    return _ready(make_table(sites, limits, hardware, config.attention, releases()), hardware)
+    prefer = attention_of(config, hardware)
+    return _ready(make_table(sites, limits, hardware, prefer, releases()), hardware)
 
 
 def _compile_ahead(
@@ -240,16 +246,19 @@ def _measure_encoder(
 
 
 def capture_tower(
+    config: EngineConfig,
     model: Model,
     plans: PlanTable,
     vision: VisionConfig | None,
-    patches: int,
+    patches: tuple[int, int | None],
     device: torch.device,
 ) -> EncodeGraphs | None:
-    """The tower in graphs, before what they hold is left to the cache; none on a CPU."""
-    if vision is None or not isinstance(model, ImageModel) or device.type != "cuda":
+    """The tower in graphs, before what they hold is left to the cache; none on a CPU or where none
+    are wanted. `patches`: the budget, and of the largest picture if known."""
+    wanted = device.type == "cuda" and config.cuda_graphs != 0
+    if vision is None or not isinstance(model, ImageModel) or not wanted:
         return None
-    graphs = EncodeGraphs(model, plans, vision, patches, device)
+    graphs = EncodeGraphs(model, plans, vision, ladder_of(vision, *patches), device)
     graphs.capture()
     return graphs
 
@@ -359,7 +368,8 @@ def _text_plans(
     """As decided. Nothing is compiled yet."""
     assert all(phase is not Phase.ENCODE for _, phase in sites)
     limits = text_limits(config, dtype, max_model_len, on_cpu=not hardware.cc)
-    return make_table(sites, limits, hardware, config.attention, releases())
+    prefer = attention_of(config, hardware)
+    return make_table(sites, limits, hardware, prefer, releases())
 
 
 def _scheduler(config: EngineConfig, sizes: Sizes, row_bytes: int, on_cpu: bool) -> Scheduler:
