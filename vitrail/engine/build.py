@@ -120,9 +120,8 @@ def build_engine(
     encode_graphs = capture_tower(config, model, tower_plans, model_config.vision, budget, device)
     stages.done("graphs of the tower")
     peak = _measure_encoder(model, tower_plans, model_config, dtype, patches, largest, device)
-    stages.done("measuring the tower")
     ahead.finish()
-    stages.done("compilers beside")
+    stages.done("measuring the tower, compilers beside")
     specs = stored_specs(config, model.cache_specs())
     sizes = _sizes(config, model_config, specs, patches, device, peak)
     engine = _assemble(
@@ -322,12 +321,8 @@ def _assemble(
         device=device,
         sites=sites,
     )
-    sampler = Sampler(
-        config.max_running,
-        vocab_size,
-        [] if image_id is None or image_id >= vocab_size else [image_id],
-        device,
-    )
+    never = [] if image_id is None or image_id >= vocab_size else [image_id]
+    sampler = Sampler(config.max_running, vocab_size, never, device)
     parts = RunnerParts(
         model=model,
         pool=pool,
