@@ -100,12 +100,10 @@ def build_engine(
     """Raises `Refused` with every finding of the first stage that has any: choices, config.json,
     weights (headers), attention plans, cache size. Weights are read after all but the last."""
     stages = _Stages()
-    found = errors(validate(config))
-    if found:
+    if found := errors(validate(config)):
         raise Refused(found)
     device = device_of(config)
-    hardware = hardware_of(device)
-    entry = load_entry(checkpoint.architecture)
+    hardware, entry = hardware_of(device), load_entry(checkpoint.architecture)
     model_config = accept(entry.read_config(checkpoint.config, checkpoint.generation))
     dtype = served_dtype(config, model_config, device.type == "cpu")
     frames = video_frames_of(config, model_config)
@@ -122,9 +120,8 @@ def build_engine(
     encode_graphs = capture_tower(config, model, tower_plans, model_config.vision, budget, device)
     stages.done("graphs of the tower")
     peak = _measure_encoder(model, tower_plans, model_config, dtype, patches, largest, device)
-    stages.done("measuring the tower")
     ahead.finish()
-    stages.done("compilers beside")
+    stages.done("measuring the tower, compilers beside")
     specs = stored_specs(config, model.cache_specs())
     sizes = _sizes(config, model_config, specs, patches, device, peak)
     engine = _assemble(
@@ -315,9 +312,8 @@ def _assemble(
     plans = _ready(_text_plans(config, sites, dtype, sizes.max_model_len, hardware), hardware)
     stages.done("plans and kernels of the decoder")
     row_bytes = model_config.text.hidden_size * ITEM_BYTES[dtype]
-    encoder_pool = EncoderPool()
+    encoder_pool, door = EncoderPool(), Door(device)
     image_id, vocab_size = model_config.image_token_id, model_config.text.vocab_size
-    door = Door(device)
     builder = BatchBuilder(
         max_running=config.max_running,
         max_pages=-(-sizes.max_model_len // config.page_size),
@@ -325,12 +321,8 @@ def _assemble(
         device=device,
         sites=sites,
     )
-    sampler = Sampler(
-        config.max_running,
-        vocab_size,
-        [] if image_id is None or image_id >= vocab_size else [image_id],
-        device,
-    )
+    never = [] if image_id is None or image_id >= vocab_size else [image_id]
+    sampler = Sampler(config.max_running, vocab_size, never, device)
     parts = RunnerParts(
         model=model,
         pool=pool,
