@@ -169,6 +169,25 @@ def test_penalties_match_their_formulas_and_survive_a_resume():
     assert len(set(output)) > 1
 
 
+def test_a_row_that_was_never_sent_is_nobody_elses():
+    """A step that fails before it is laid out leaves its new rows of the penalty tables unsent."""
+    p = SamplingParams(temperature=0, repetition_penalty=2.0)
+    logits = torch.zeros(1, VOCAB)
+    logits[0, 1], logits[0, 7] = 3.0, 2.0
+    sampler = make([p], prompt=[1, 2])  # its step fails
+    setup = SlotSetup(
+        slot=0,
+        seq=1,
+        params=p,
+        prompt_token_ids=[9],
+        output_token_ids=[],
+        stop_token_ids=frozenset(),
+        want_logits=False,
+    )
+    sampler.setup([setup])
+    assert draw(sampler, logits, [0], [0.5]) == [1]
+
+
 def test_a_row_with_nan_fails_alone():
     logits = random_logits(3)
     logits[1, 4] = torch.nan

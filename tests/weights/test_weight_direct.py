@@ -127,6 +127,24 @@ def test_a_file_that_changes_after_the_plan_is_refused(tmp_path: Path):
         load.load(plan, toy(), tmp_path, CPU)
 
 
+@pytest.mark.parametrize("change", ["shape", "dtype"])
+def test_a_tensor_that_changes_after_the_plan_is_refused(tmp_path: Path, change: str):
+    """Another checkpoint of the same names was copied over it: its bytes are no other tensor's."""
+    save_single(published(), tmp_path)
+    plan = plan_ok(tmp_path, toy())
+    other = published()
+    read = next(r for r in plan.reads if r.whole and len(r.source) == 2 and not r.view)
+    tensor = other[read.tensor]
+    if change == "shape":
+        other[read.tensor] = tensor.reshape(tensor.shape[0] // 2, -1).contiguous()
+    else:
+        other[read.tensor] = tensor.to(torch.float64)
+    save_single(other, tmp_path)
+    with pytest.raises(Refused, match="another type or shape") as refused:
+        load.load(plan, toy(), tmp_path, CPU)
+    assert refused.value.findings[0].where == f"{read.file}: {read.tensor}"
+
+
 @pytest.mark.parametrize("threads", [1, 4])
 def test_a_file_that_shrinks_while_it_is_read_is_refused(tmp_path: Path, threads: int):
     (tmp_path / "a").write_bytes(bytes(1000))

@@ -318,6 +318,8 @@ class _PenaltyTable:
 
     def free(self, row: int) -> None:
         self._free.append(row)
+        # of a step that failed before it was laid out: nothing of it is another sequence's
+        self._new = [each for each in self._new if each[0] != row]
 
     def pack(self, sent: Parcel) -> tuple[int, int, int] | None:
         """Tickets of new rows and of the flat places of their prompts' and outputs' tokens."""

@@ -17,7 +17,7 @@ from vitrail.config.finding import Finding, Refused
 from vitrail.weights.direct import Span, fill, span_of
 from vitrail.weights.gguf import GgufFile, GgufTensors
 from vitrail.weights.headers import TensorHeader, read_file
-from vitrail.weights.mapping import Box, Init, Names, WeightMap, extents
+from vitrail.weights.mapping import Box, Init, Names, WeightMap, extents, numel, whole
 from vitrail.weights.plan import LoadPlan, ParameterSpec, Read
 
 Progress = Callable[[int, int, str], None]  # bytes done, bytes in all, tensor
@@ -164,7 +164,10 @@ def _split(
             held[read.file] = {header.name: header for header in found}
         header = held[read.file].get(read.tensor)
         if header is None:
-            raise Refused(_changed(read))
+            raise Refused(_changed(read, "no such tensor, where there was one"))
+        if not _fits(read, header):
+            saw = f"{header.dtype} {list(header.shape)}, another type or shape than"
+            raise Refused(_changed(read, saw))
         span = span_of(read, header, tensors[read.parameter])
         if span is None:
             others.append(read)
@@ -174,10 +177,23 @@ def _split(
     return spans, tuple(others)
 
 
-def _changed(read: Read) -> Finding:
+def _fits(read: Read, header: TensorHeader) -> bool:
+    """Whether the read is still the bytes that it was planned to be, of a box of the tensor."""
+    shape = read.view or header.shape
+    inside = len(shape) == len(read.source) and all(
+        stop <= size for (_, stop), size in zip(read.source, shape, strict=True)
+    )
+    stored, count = header.stop - header.start, max(1, numel(header.shape))
+    planned = numel(extents(read.source)) * stored // count
+    whole_box = not read.whole or read.source == whole(header.shape)
+    same_count = numel(shape) == numel(header.shape)
+    return inside and whole_box and same_count and planned == read.num_bytes
+
+
+def _changed(read: Read, saw: str) -> Finding:
     return Finding(
         where=f"{read.file}: {read.tensor}",
-        saw="no such tensor, where there was one when loading was planned",
+        saw=f"{saw} when loading was planned",
         rule="a file does not change while it is read",
         change="start again when the checkpoint is complete",
         code="bad_checkpoint",
