@@ -84,11 +84,16 @@ def test_compilers_ahead_are_asked_for_each_missing_kernel_once(
     """Their processes are this one here: what they are told on their standard input is answered."""
     told: list[bytes] = []
 
+    class Pipe(io.BytesIO):
+        def close(self) -> None:
+            if not self.closed:  # the collector closes it again
+                told.append(self.getvalue())
+            super().close()
+
     class Process:
         def __init__(self, command: list[str], **_: object):
             assert command[1:] == ["-m", "vitrail.attention.warm_process"]
-            self.stdin = io.BytesIO()
-            self.stdin.close = lambda: told.append(self.stdin.getvalue())  # pyright: ignore
+            self.stdin = Pipe()
 
         def wait(self) -> int:
             return 0

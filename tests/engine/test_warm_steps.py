@@ -13,6 +13,7 @@ import pytest
 from tests.models.cases import CASES
 from vitrail.cli import DEMO
 from vitrail.config.engine import EngineConfig
+from vitrail.engine import warm_steps
 from vitrail.engine.placement import placed
 from vitrail.engine.warm_steps import Ahead, Steps, begin, run_steps, shortened
 from vitrail.models.checkpoint import open_checkpoint
@@ -60,3 +61,20 @@ def test_what_fails_or_hangs_costs_time_alone(caplog: pytest.LogCaptureFixture):
     assert time.monotonic() - began < 10
     assert [p.returncode for p in processes] == [0, 3, -9]
     assert len([r for r in caplog.records if "a process for them ended" in r.message]) == 2
+
+
+def test_one_that_ends_before_it_is_asked_costs_time_alone(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    """A pipe without a reader is no reason not to serve."""
+    whole = subprocess.Popen
+
+    def gone(command: list[str], **options: int) -> subprocess.Popen[bytes]:
+        process = whole([command[0], "-c", "raise SystemExit(3)"], **options)
+        process.wait()
+        return process
+
+    monkeypatch.setattr(subprocess, "Popen", gone)
+    ahead = Ahead(running=[warm_steps._start(CONFIG, [1, 2])])
+    ahead.finish()
+    assert "a process for them ended (3)" in caplog.text

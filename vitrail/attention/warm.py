@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from typing import NamedTuple
 
 import msgspec
@@ -40,9 +41,10 @@ def warm_ahead(plans: Iterable[AttentionPlan], gpu: Hardware) -> list[subprocess
         command = [sys.executable, "-m", "vitrail.attention.warm_process"]
         process = subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.DEVNULL)
         assert process.stdin is not None, "asked for"
-        process.stdin.write(msgspec.json.encode(question))
-        process.stdin.close()
         started.append(process)
+        # one that has ended already is no fault of this start: `warm` finds out what for
+        with suppress(BrokenPipeError), process.stdin as asked:
+            asked.write(msgspec.json.encode(question))
     return started
 
 

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, replace
 from typing import cast
 
@@ -124,8 +125,9 @@ def _start(config: EngineConfig, sizes: list[int]) -> subprocess.Popen[bytes]:
     command = [sys.executable, "-m", "vitrail.engine.warm_steps"]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.DEVNULL)
     assert process.stdin is not None, "asked for"
-    process.stdin.write(msgspec.json.encode(Steps(config=asdict(config), sizes=sizes)))
-    process.stdin.close()
+    # one that has ended already is told of when it is waited for
+    with suppress(BrokenPipeError), process.stdin as asked:
+        asked.write(msgspec.json.encode(Steps(config=asdict(config), sizes=sizes)))
     return process
 
 
