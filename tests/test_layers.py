@@ -15,7 +15,7 @@ TORCH_FREE = (
     "vitrail",
     "vitrail.cli",
     "vitrail.server.app",
-    *(f"vitrail.models.{m}" for m in ("gguf", "reading", "registry")),
+    *(f"vitrail.models.{m}" for m in ("assets", "checkpoint", "gguf", "reading", "registry")),
     *(f"vitrail.bench.{m}" for m in ("flags", "serve", "workload")),
     "vitrail.models.kimi_vl.processor",
     "vitrail.models.nvila.processor",
@@ -25,12 +25,15 @@ TORCH_FREE = (
         f"vitrail.attention.{m}"
         for m in ("shape", "tiles", "legality", "fa4", "plan", "installed", "decode_spec")
     ),
-    *(f"vitrail.weights.{m}" for m in ("gguf", "mapping", "sharding", "headers", "plan")),
+    *(f"vitrail.weights.{m}" for m in ("gguf", "mapping", "sharding", "headers", "layout", "plan")),
+    *(
+        f"vitrail.check.{m}"
+        for m in ("encoder_peak", "flags", "remote", "report", "sizes", "weights")
+    ),
     *(
         f"vitrail.engine.{m}"
         for m in (
             "answer",
-            "checkpoint",
             "client",
             "conversation",
             "floors",

@@ -32,7 +32,7 @@ def asked(monkeypatch) -> list[str]:
     names: list[str] = []
     monkeypatch.setattr(triton_compiler, "compile_launch", lambda one, cc: names.append(repr(one)))
     monkeypatch.setattr(fa4, "kernels_of", lambda one: names.append(repr(one)))
-    monkeypatch.setattr(cute, "compiled", lambda one: names.append(repr(one)))
+    monkeypatch.setattr(cute, "kernel_of", lambda one: names.append(repr(one)))
     return names
 
 
@@ -64,7 +64,7 @@ def test_what_does_not_compile_is_refused(asked: list[str], monkeypatch):
     def broken(one):
         raise OSError("libcuda.so.1: no such file")
 
-    monkeypatch.setattr(cute, "compiled", broken)
+    monkeypatch.setattr(cute, "kernel_of", broken)
     found = warm(table([(GQA, Phase.DECODE)]), H200)
     assert {f.severity for f in found} == {"error"}
     assert "OSError: libcuda.so.1" in found[0].saw

@@ -13,7 +13,7 @@ import pytest
 
 from tests.engine.driver import GOLDEN, golden_llm
 from vitrail import LLM, Refused
-from vitrail.engine.checkpoint import open_checkpoint
+from vitrail.models.checkpoint import open_checkpoint
 
 TOKEN_BYTES = 3 * 40 * 4  # layers x (latent 32 + rope 8) x fp32
 
@@ -117,7 +117,7 @@ def test_a_hub_id_is_found_in_the_hubs_cache_without_a_network(tmp_path: Path):
     (repo / "refs").mkdir()
     (repo / "refs" / "main").write_text(commit)
     code = (
-        "from vitrail.engine.checkpoint import open_checkpoint as find\n"
+        "from vitrail.models.checkpoint import open_checkpoint as find\n"
         "from vitrail import Refused\n"
         "print(find('org/tiny').folder.name, find('org/tiny', 'main').architecture)\n"
         "try:\n    find('org/other')\nexcept Refused as refused:\n    print(refused)\n"

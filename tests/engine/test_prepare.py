@@ -16,10 +16,11 @@ from tests.tokenizer.post_processor import begins_with
 from vitrail.config.engine import EngineConfig
 from vitrail.config.finding import Refused
 from vitrail.config.model import PatchRules
-from vitrail.engine.checkpoint import open_checkpoint
 from vitrail.engine.conversation import Picture, parse_conversation
-from vitrail.engine.prepare import Assets, Preparer, Prompt, ServingFacts, load_assets
+from vitrail.engine.prepare import Preparer, Prompt, ServingFacts
 from vitrail.engine.request import SamplingParams
+from vitrail.models.assets import Assets, load_assets
+from vitrail.models.checkpoint import open_checkpoint
 from vitrail.tokenizer.chat import ChatOptions
 from vitrail.vision.image import ImageLimits
 

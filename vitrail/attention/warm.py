@@ -32,10 +32,10 @@ def _jobs(plan: AttentionPlan, gpu: Hardware) -> Iterator[tuple[str, Callable[[]
     for launch in triton_launches(plan):
         yield repr(launch), lambda launch=launch: compile_launch(launch, gpu.cc)
     if plan.backend == "cute":
-        from vitrail.attention.backends.cute import compiled
+        from vitrail.attention.backends.cute import kernel_of
         from vitrail.attention.decode_spec import spec
 
-        yield repr(spec(plan)), lambda: compiled(spec(plan))
+        yield repr(spec(plan)), lambda: kernel_of(spec(plan))
     if plan.backend == "fa4":
         from vitrail.attention.backends.fa4 import kernels_of, launches
 

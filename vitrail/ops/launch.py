@@ -23,7 +23,7 @@ from triton.runtime import JITFunction
 
 HOPPER = (9, 0)
 # Whose launches are done as below; another release's may take other arguments.
-QUICK_RELEASES = ("3.6", "3.7", "3.8", "3.9")
+QUICK_RELEASES = ("3.6",)
 ALIGNED = 15  # a multiple of 16 has none of these bits
 # Facts that follow another one, of what is rare.
 UNALIGNED, WIDE = object(), object()

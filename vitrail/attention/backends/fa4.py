@@ -29,6 +29,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from vitrail.attention.backend import UNSCALED, Attended, AttentionBackend, Sent
 from vitrail.attention.backends import triton
+from vitrail.attention.backends.kept import kept
 from vitrail.attention.call import WIDE_BYTES, check_lengths, check_tensors, is_wide
 from vitrail.attention.fa4 import weights_in_registers
 from vitrail.attention.fa4_calls import cut
@@ -201,8 +202,10 @@ def _arguments(launch: Launch, interface: Any) -> dict[str, Any]:
 
 @cache
 def kernels_of(launch: Launch) -> Kernels:
-    """Compiled once a process, when first run."""
-    return compile_launch(launch)
+    """For the GPU at hand, once a process, from disk where it was compiled before."""
+    parts = ("forward",) if launch.splits == 1 else ("forward", "combine")
+    made = kept(f"fa4 {launch}", parts, lambda: compile_launch(launch)[: len(parts)])
+    return Kernels(made[0], made[1] if len(made) > 1 else None)
 
 
 class Fa4:
