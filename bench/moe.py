@@ -144,18 +144,17 @@ def many(bt: int, product: str) -> Iterator[Tile]:
     down = product == "down"
     for bn in (64, 128, 256) if down else (64, 128):
         for stages in (3, 4):
-            one = Tile(bn=bn, bk=64, stages=stages, warps=8, swap=False)
             area = bt * bn * (1 if down else 2)
+            warps = 8 if area > 8192 else 4
+            one = Tile(bn=bn, bk=64, stages=stages, warps=warps, swap=False, halves=True)
             if not fits(one, bt, product) or not 8192 <= area <= 32768:
                 continue
-            if area == 8192:
-                one = replace(one, warps=4)
-            swapped = replace(one, swap=True)
-            yield from (replace(one, halves=True), replace(swapped, halves=True))
+            yield from (one, replace(one, swap=True))
             if down:
-                yield replace(one, sorted=True, halves=True)
-                yield replace(swapped, sorted=True, halves=True)
-                yield replace(one, sorted=True, programs=132, flat=True)
+                yield replace(one, sorted=True)
+                yield replace(one, sorted=True, halves=False, programs=132, flat=True)
+            else:
+                yield replace(one, paired=True)
 
 
 def fits(tile: Tile, bt: int, product: str) -> bool:
@@ -251,7 +250,7 @@ def report(name: str, us: float, batches: Sequence[Batch], share: float = 1.0) -
 
 def shown(tile: Tile) -> str:
     words = [f"{tile.bn}x{tile.bk} {tile.stages} stages {tile.warps} warps"]
-    flags = ("swap", "sorted", "flat", "halves", "ahead")
+    flags = ("swap", "sorted", "flat", "halves", "paired", "ahead")
     words += [name for name in flags if getattr(tile, name)]
     return " ".join(words) + (f" {tile.programs} programs" if tile.programs else "")
 

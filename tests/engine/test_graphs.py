@@ -13,7 +13,7 @@ from vitrail import LLM, Refused, SamplingParams
 from vitrail.attention.plan import PlanLimits, PlanTable, make_table
 from vitrail.attention.shape import Phase
 from vitrail.cache.kv_pool import KvPool
-from vitrail.check.sizes import graph_findings, ladder
+from vitrail.check.sizes import GRAPH_BYTES, graph_bytes, graph_findings, ladder
 from vitrail.config.engine import EngineConfig, validate
 from vitrail.config.finding import accept
 from vitrail.config.hardware import find
@@ -154,6 +154,12 @@ def test_the_ladder_ends_with_what_was_asked():
         sizes = ladder(largest)
         assert sizes == sorted(set(sizes))
         assert sizes[-1] == largest
+
+
+def test_the_memory_of_graphs_is_planned_with_the_largest_ones_logits():
+    assert graph_bytes([], 1000) == 0
+    one, two = graph_bytes([8], 1000), graph_bytes([8, 16], 1000)
+    assert two - one == GRAPH_BYTES + 8 * 1000 * 8
 
 
 def test_graphs_over_attention_that_asks_the_host_are_refused():

@@ -68,7 +68,7 @@ def test_joined_products_take_few_choices_of_many_experts():
             slots = tokens * shape.top_k
             fits = slots <= min(32, shape.experts)
             assert fits or not isinstance(plan.down, Joined)
-            assert direct(tokens, slots, shape.experts, plan) in (0, 1, 2)
+            assert direct(tokens, slots, shape.experts, plan) in (0, 1, 2, 3)
 
 
 def test_a_gpu_without_measurements_follows_the_rule():
@@ -82,7 +82,7 @@ def test_a_gpu_without_measurements_follows_the_rule():
 def test_few_tokens_are_not_placed():
     tile = Tile(bn=64, bk=64, stages=3, warps=4)
     plan = ExpertsPlan(bt=16, up=tile, down=tile)
-    assert [direct(t, 8 * t, 66, plan) for t in (1, 8, 9, 16, 17)] == [2, 2, 1, 1, 0]
+    assert [direct(t, 8 * t, 66, plan) for t in (1, 2, 8, 9, 16, 17)] == [3, 2, 2, 1, 1, 0]
 
 
 def test_blocks_are_never_too_few_and_never_more_than_slots():

@@ -23,6 +23,7 @@ from vitrail.ops.moe.plan import (
     ExpertsShape,
     direct,
     experts_plan,
+    fixed_plan,
     max_blocks,
     power_of_2,
     router_tiles,
@@ -54,13 +55,15 @@ def triton_mixture(
     choice: Choice,
     gate_up_XFM: Float[Tensor, "X F M"],
     down_XMI: Float[Tensor, "X M I"],
+    fixed: bool = False,
 ) -> Float[Tensor, "T M"]:
-    """`naive_route`, then `naive_experts`. All tensors are contiguous."""
+    """`naive_route`, then `naive_experts`. All tensors are contiguous. `fixed`: in the tiles of any
+    number of tokens."""
     if not len(x_TM):
         return torch.empty_like(x_TM)
     experts, hidden, inner = down_XMI.shape
     shape = ExpertsShape(hidden, inner, experts, choice.top_k + choice.num_shared)
-    plan = experts_plan(len(x_TM), shape, gpu)
+    plan = fixed_plan(shape, gpu) if fixed else experts_plan(len(x_TM), shape, gpu)
     routing, placed = triton_route(x_TM, router_VM, bias_V, choice, plan)
     return triton_experts(x_TM, routing, gate_up_XFM, down_XMI, plan, placed)
 
@@ -75,14 +78,50 @@ def triton_route(
     """As `naive_route`, placed. `x` is bf16, the router fp32."""
     assert x_TM.dtype == torch.bfloat16, x_TM.dtype
     assert router_VM.dtype == bias_V.dtype == torch.float32, (router_VM.dtype, bias_V.dtype)
+    tokens, top_k, num_experts = len(x_TM), choice.top_k + choice.num_shared, len(router_VM)
+    ids_TK = torch.empty((tokens, top_k), dtype=torch.int32, device=x_TM.device)
+    weights_TK = torch.empty((tokens, top_k), dtype=torch.float32, device=x_TM.device)
+    placed = _room(ids_TK, num_experts + choice.num_shared, plan)
+    part = _scores(x_TM, router_VM, placed, choice, plan)
+    _run(
+        kernels.moe_choose,
+        (tokens,),
+        ids_TK,
+        weights_TK,
+        placed.rows,
+        placed.counts,
+        part,
+        bias_V,
+        tokens,
+        num_experts,
+        tokens,
+        choice.scaling,
+        SPANS=len(part),
+        ROUTED=choice.top_k,
+        SHARED=choice.num_shared,
+        NORMALIZE=choice.normalize,
+        XP=max(32, power_of_2(num_experts)),
+        KP=power_of_2(top_k),
+        PLACE=not placed.direct,
+        num_warps=1,
+        **_early(plan.early),
+    )
+    if not placed.direct:
+        _lay(placed, num_experts + choice.num_shared, tokens, plan)
+    return Routing(ids_TK, weights_TK), placed
+
+
+def _scores(
+    x_TM: Float[Tensor, "T M"],
+    router_VM: Float[Tensor, "V M"],
+    placed: Placed,
+    choice: Choice,
+    plan: ExpertsPlan,
+) -> Float[Tensor, "P T V"]:
+    """Parts of the logits, to be added in their order; sets the counts to 0."""
     (tokens, hidden), num_experts = x_TM.shape, len(router_VM)
-    made, device = router_tiles(tokens, hidden), x_TM.device
-    part = torch.empty((made.parts, tokens, num_experts), dtype=torch.float32, device=device)
-    top_k = choice.top_k + choice.num_shared
-    ids_TK = torch.empty((tokens, top_k), dtype=torch.int32, device=device)
-    weights_TK = torch.empty((tokens, top_k), dtype=torch.float32, device=device)
-    all_experts = num_experts + choice.num_shared
-    placed = _room(ids_TK, all_experts, plan)
+    made = router_tiles(tokens, hidden, plan.fixed)
+    part = torch.empty((made.parts, tokens, num_experts), dtype=torch.float32, device=x_TM.device)
     _run(
         kernels.moe_score,
         (-(-tokens // made.bt), made.parts),
@@ -99,49 +138,28 @@ def triton_route(
         SPAN=made.span,
         WIDTH=made.width,
         MULTIPLY=tl.bfloat16 if x_TM.is_cuda else tl.float32,
-        COUNTS=power_of_2(all_experts),
+        COUNTS=power_of_2(num_experts + choice.num_shared),
         num_warps=4,
         num_stages=3,
         **_early(plan.early),
     )
+    return part
+
+
+def _lay(placed: Placed, num_experts: int, tokens: int, plan: ExpertsPlan) -> None:
     _run(
-        kernels.moe_choose,
-        (tokens,),
-        ids_TK,
-        weights_TK,
-        placed.rows,
+        kernels.moe_lay,
+        (1,),
+        placed.records,
         placed.counts,
-        part,
-        bias_V,
-        tokens,
         num_experts,
+        placed.blocks,
         tokens,
-        choice.scaling,
-        SPANS=made.parts,
-        ROUTED=choice.top_k,
-        SHARED=choice.num_shared,
-        NORMALIZE=choice.normalize,
-        XP=max(32, power_of_2(num_experts)),
-        KP=power_of_2(top_k),
-        PLACE=not placed.direct,
-        num_warps=1,
+        BT=plan.bt,
+        XP=power_of_2(num_experts),
+        num_warps=8,
         **_early(plan.early),
     )
-    if not placed.direct:
-        _run(
-            kernels.moe_lay,
-            (1,),
-            placed.records,
-            placed.counts,
-            all_experts,
-            placed.blocks,
-            tokens,
-            BT=plan.bt,
-            XP=power_of_2(all_experts),
-            num_warps=8,
-            **_early(plan.early),
-        )
-    return Routing(ids_TK, weights_TK), placed
 
 
 def triton_experts(
@@ -174,7 +192,6 @@ def place(expert_ids: Int[Tensor, "T K"], num_experts: int, plan: ExpertsPlan) -
     if not alone:
         placed.counts.zero_()
     share = -(-slots // SORT_CHUNK) * SORT_CHUNK if alone else SORT_CHUNK
-    fixed = {"BT": plan.bt, "XP": power_of_2(num_experts), **_early(plan.early)}
     _run(
         kernels.moe_scatter,
         (-(-slots // share),),
@@ -189,12 +206,13 @@ def place(expert_ids: Int[Tensor, "T K"], num_experts: int, plan: ExpertsPlan) -
         SHARE=share,
         CHUNK=SORT_CHUNK,
         ALONE=alone,
+        BT=plan.bt,
+        XP=power_of_2(num_experts),
         num_warps=8,
-        **fixed,
+        **_early(plan.early),
     )
     if not alone:
-        ends = placed.records, placed.counts, num_experts, placed.blocks, len(expert_ids)
-        _run(kernels.moe_lay, (1,), *ends, num_warps=8, **fixed)
+        _lay(placed, num_experts, len(expert_ids), plan)
     return placed
 
 

@@ -14,7 +14,7 @@ Where tokens are very few, `moe_down_join` is both: a program owns its channels 
 
 Few tokens (at most BT) need no placing: a token's row is its number, and a block is an expert's
 (DIRECT 1: as many blocks as experts) or a slot's (DIRECT 2: as many as slots; the first slot that
-chose an expert runs it for all tokens).
+chose an expert runs it for all tokens; DIRECT 3: of one token, where every slot does).
 
 Choices outside [0, X) are nobody's: a row of padding costs nothing.
 
@@ -214,6 +214,12 @@ def _owner(
         first = tl.load(blocks + block * FIELDS + 1)
         live = tl.where(expert >= 0, tl.load(blocks + block * FIELDS + 2), 0)
         slot = tl.load(rows + first + lane, mask=lane < live, other=slots)
+    elif DIRECT == 3:
+        expert = tl.load(ids + block).to(tl.int32)
+        expert = tl.where(expert < num_experts, expert, -1)
+        slot = tl.where(lane == 0, block, slots)
+        first = 0
+        live = BT
     else:
         if DIRECT == 1:
             expert = block

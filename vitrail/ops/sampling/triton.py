@@ -317,7 +317,16 @@ def draw_filtered(
     x_SV = x_SV.contiguous()
     tokens_R = torch.empty_like(rows_R)
     columns = (rows_R, temperature_R, *filters, u_R)
-    columns = (*(c.contiguous() for c in columns), tokens_R, x_SV.shape[1], FILTER_BLOCK)
-    grid = (len(rows_R),)
-    launch(_draw_filtered, grid, x_SV.device, x_SV, never_V, *columns, num_warps=FILTER_WARPS)
+    launch(
+        _draw_filtered,
+        (len(rows_R),),
+        x_SV.device,
+        x_SV,
+        never_V,
+        *(c.contiguous() for c in columns),
+        tokens_R,
+        x_SV.shape[1],
+        FILTER_BLOCK,
+        num_warps=FILTER_WARPS,
+    )
     return tokens_R
