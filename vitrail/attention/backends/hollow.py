@@ -13,12 +13,17 @@ from vitrail.attention.backend import UNSCALED, Attended, AttentionBackend
 from vitrail.attention.call import check_lengths, check_tensors
 from vitrail.attention.metadata import PagedMetadata, VarlenMetadata
 from vitrail.attention.plan import AttentionPlan
+from vitrail.attention.records import Lengths
 from vitrail.config.model import KvScales
 
 
 class Hollow:
     """Stateless. Holds a call to its plan as kernels do; outputs in the queries' dtype and an fp32
     lse, as every kernel makes them."""
+
+    def pack(self, plan: AttentionPlan, lengths: Lengths) -> None:
+        """Nothing is made of lengths."""
+        return
 
     def varlen(
         self,
