@@ -138,19 +138,23 @@ def build_engine(
         sizes.cache.num_pages,
         dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype,
     )
-    vision = model_config.vision
-    facts = ServingFacts(
-        vocab_size=model_config.text.vocab_size,
+    return Built(engine, _serving_facts(model_config, sizes, frames, device))
+
+
+def _serving_facts(
+    model: ModelConfig, sizes: _Sizes, video_frames: int, device: torch.device
+) -> ServingFacts:
+    return ServingFacts(
+        vocab_size=model.text.vocab_size,
         max_model_len=sizes.max_model_len,
-        eos_token_ids=model_config.eos_token_ids,
-        image_token_id=model_config.image_token_id,
+        eos_token_ids=model.eos_token_ids,
+        image_token_id=model.image_token_id,
         encoder_patches=sizes.encoder_patches,
         kv_tokens=sizes.cache.num_tokens,
-        patch_rules=None if vision is None else vision.rules,
-        video_frames=frames,
+        patch_rules=None if model.vision is None else model.vision.rules,
+        video_frames=video_frames,
         encoder_resizes=device.type == "cuda",
     )
-    return Built(engine, facts)
 
 
 def image_plans(

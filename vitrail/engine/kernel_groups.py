@@ -31,7 +31,7 @@ def _any(*words: str) -> "re.Pattern[str]":
 _OWN: dict[str, Group] = {
     **dict.fromkeys(("score", "choose", "count", "place", "gather", "up", "down", "join"), "moe"),
     **dict.fromkeys(("attend", "combine", "mend"), "attention"),
-    **dict.fromkeys(("rows_kernel", "absorbed_kernel", "values_kernel"), "gemm"),
+    **dict.fromkeys(("rows_kernel", "fixed_kernel", "absorbed_kernel", "values_kernel"), "gemm"),
     **dict.fromkeys(
         ("expanded_kernel", "keys_kernel", "table_kernel", "queries_kernel"), "elementwise"
     ),
