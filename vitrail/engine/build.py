@@ -282,8 +282,7 @@ def _assemble(
     stages.done("plans and kernels of the decoder")
     row_bytes = model_config.text.hidden_size * ITEM_BYTES[dtype]
     encoder_pool = EncoderPool()
-    image_id, vocab_size = model_config.image_token_id, model_config.text.vocab_size
-    door = Door(device)
+    door, vocab_size = Door(device), model_config.text.vocab_size
     builder = BatchBuilder(
         max_running=config.max_running,
         max_pages=-(-sizes.max_model_len // config.page_size),
@@ -291,12 +290,7 @@ def _assemble(
         device=device,
         sites=sites,
     )
-    sampler = Sampler(
-        config.max_running,
-        vocab_size,
-        [] if image_id is None or image_id >= vocab_size else [image_id],
-        device,
-    )
+    sampler = Sampler(config.max_running, vocab_size, masked_ids(model_config), device)
     parts = RunnerParts(
         model=model,
         pool=pool,

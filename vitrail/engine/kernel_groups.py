@@ -32,9 +32,10 @@ _OWN: dict[str, Group] = {
     **dict.fromkeys(("score", "choose", "count", "place", "gather", "up", "down", "join"), "moe"),
     **dict.fromkeys(("attend", "combine", "mend"), "attention"),
     **dict.fromkeys(("rows_kernel", "absorbed_kernel", "values_kernel"), "gemm"),
-    **dict.fromkeys(("expanded_kernel", "keys_kernel", "table_kernel"), "elementwise"),
+    **dict.fromkeys(("expanded_kernel", "keys_kernel", "queries_kernel"), "elementwise"),
+    "table_kernel": "elementwise",
     **dict.fromkeys(("_best_of_block", "_best_of_row"), "sampling"),
-    **dict.fromkeys(("_mass_of_block", "_draw_of_row"), "sampling"),
+    **dict.fromkeys(("_mass_of_block", "_draw_of_row", "_draw_filtered"), "sampling"),
 }
 # Read in this order: what is special before what is common (a grouped product is a product too).
 _NAMES: tuple[tuple[Group, "re.Pattern[str]"], ...] = (
