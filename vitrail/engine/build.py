@@ -31,6 +31,7 @@ from vitrail.check.sizes import (
     graph_sizes,
     image_limits,
     kv_bytes,
+    masked_ids,
     plan_sizes,
     served_dtype,
     step_tokens,
