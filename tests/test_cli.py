@@ -39,6 +39,8 @@ ENGINE = {
     "--no-step-ahead",
     "--cuda-graphs",
     "--attention",
+    "--deterministic",
+    "--no-deterministic",
     "--max-images",
     "--max-image-pixels",
     "--max-image-bytes",

@@ -17,6 +17,7 @@ from vitrail.engine.build import (
     image_plans,
     load_weights,
 )
+from vitrail.engine.deterministic import computed_as_asked, model_of
 from vitrail.engine.encode import ImageEncoder
 from vitrail.engine.placement import device_of, hardware_of
 from vitrail.models.checkpoint import Checkpoint
@@ -47,14 +48,16 @@ def build_tower(
     entry = load_entry(checkpoint.architecture)
     model_config = accept(entry.read_config(checkpoint.config, checkpoint.generation))
     dtype, vision = served_dtype(config, model_config, device.type == "cpu"), model_config.vision
-    with torch.device("meta"):
-        model = entry.build(model_config, dtype)
+    model = model_of(config, entry, model_config, dtype, device)
     if vision is None:
         raise Refused(_no_tower(checkpoint.architecture))
-    patches = encoder_budget(config, model_config, processor)
+    patches = encoder_budget(config, model_config, processor, hardware)
     plans = image_plans(config, model, vision, dtype, patches, hardware)
     load_weights(config, entry, model_config, model, checkpoint, device, None)
-    graphs, pool = capture_tower(model, plans, vision, patches, device), EncoderPool()
+    model = computed_as_asked(config, model, vision, device)
+    budget = (patches, None if processor is None else processor.max_patches)
+    graphs = capture_tower(config, model, plans, vision, budget, device)
+    pool = EncoderPool()
     encoder = image_encoder(model, vision, plans, pool, device, graphs)
     assert encoder is not None, f"{checkpoint.architecture} with a tower"
     return Tower(encoder, pool, vision, hardware, device, dtype)

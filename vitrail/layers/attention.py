@@ -45,6 +45,9 @@ class MlaForms:
     decode: Form = "absorbed"
 
 
+ONE_FORM = MlaForms(prefill="absorbed", decode="absorbed")
+
+
 def mla_config(text: TextConfig) -> MlaConfig:
     """The latent attention of a model that has one."""
     assert text.mla is not None, "a model without latent attention"
@@ -120,7 +123,10 @@ def _mended(meta: PagedMetadata) -> PagedMetadata:
 
 class MlaAttention(nn.Module):
     """Layer `layer` of a decoder. `qkv_a_proj` gives [queries by head | latent | rotary channels];
-    `kv_b_proj` [H (N + E), R] is the published one: by head key rows, then value rows."""
+    `kv_b_proj` [H (N + E), R] is the published one: by head key rows, then value rows. `fixed`: see
+    `layers.fixed`."""
+
+    fixed = False
 
     def __init__(self, text: TextConfig, layer: int, dtype: torch.dtype, forms: MlaForms):
         super().__init__()
@@ -177,7 +183,7 @@ class MlaAttention(nn.Module):
     def _attend_expanded(
         self, tokens: "_Tokens", meta: PagedMetadata, ctx: ForwardContext
     ) -> Float[Tensor, "T HE"]:
-        ops, sizes = select_mla(tokens.row_TX.device), self.sizes
+        ops, sizes = select_mla(tokens.row_TX.device, self.fixed), self.sizes
         norm = LatentNorm(self.kv_a_norm.weight, self.kv_a_norm.eps)
         q_THD = ops.expanded_queries(tokens.row_TX, norm, tokens.turns, sizes, tokens.into)
         cache_NPC, scale = ctx.pool.latent(self.layer), ctx.pool.scales(self.layer).k
@@ -195,7 +201,7 @@ class MlaAttention(nn.Module):
     def _attend_absorbed(
         self, tokens: "_Tokens", meta: PagedMetadata, ctx: ForwardContext
     ) -> Float[Tensor, "T HE"]:
-        ops, sizes = select_mla(tokens.row_TX.device), self.sizes
+        ops, sizes = select_mla(tokens.row_TX.device, self.fixed), self.sizes
         norm = LatentNorm(self.kv_a_norm.weight, self.kv_a_norm.eps)
         kv_b_HXR = self.kv_b_proj.weight.view(sizes.heads, -1, sizes.rank)
         k_b_HNR, v_b_HER = kv_b_HXR[:, : sizes.nope], kv_b_HXR[:, sizes.nope :]

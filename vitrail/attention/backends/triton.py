@@ -88,6 +88,9 @@ def launches(plan: AttentionPlan, wide: bool = True) -> tuple[Launch, ...]:
     (d1, d2), (e1, e2) = plan.dim_blocks, plan.dim_v_blocks
     paged = shape.phase in PAGED
     single = site.causal and shape.max_q_len == 1  # then an item's bounds are its row's
+    # Batch-invariant: one loop, so that where a block of rows ends chooses no code for a row.
+    peeled = plan.max_splits == 1 and shape.phase is not Phase.DECODE and not single
+    peeled = peeled and not shape.batch_invariant
     shared = bool(site.latent_rank) and (e1, e2) == (d1, 0) and site.head_dim_v == d1
     stored = shape.kv_dtype or shape.dtype
     results = {"out": f"*{TYPES[shape.dtype]}"}
@@ -119,7 +122,7 @@ def launches(plan: AttentionPlan, wide: bool = True) -> tuple[Launch, ...]:
             "SINK": site.sink,
             "UNIT": WIDE_BYTES // DTYPE_BYTES[shape.dtype] if wide else 1,
             "KV_UNIT": WIDE_BYTES // DTYPE_BYTES[stored] if wide else 1,
-            "PEELED": plan.max_splits == 1 and shape.phase is not Phase.DECODE and not single,
+            "PEELED": peeled,
         },
         num_warps=plan.num_warps,
         # The compiler counts the tile in use, and under pages pipelines the lookups as well.

@@ -7,7 +7,7 @@ import triton
 from torch import Tensor
 
 from vitrail.ops.launch import launch_early
-from vitrail.ops.mla.naive import LatentNorm, LatentSlots, MlaSizes
+from vitrail.ops.mla.naive import MAX_RANK, LatentNorm, LatentSlots, MlaSizes
 from vitrail.ops.mla.triton import absorbed_kernel, expanded_kernel, keys_kernel, values_kernel
 from vitrail.ops.rope.naive import Turns
 
@@ -15,7 +15,6 @@ MAX_UNROLLED = 4  # tokens that take turns over weights in registers; more are r
 MATRIX_ROWS = 16  # the fewest
 R_BLOCK = 64
 E_BLOCK = 16
-MAX_RANK = 512  # of rows that a program of `values` holds whole
 MAX_VALUE_TOKENS = 512  # beyond, the batched product of the library
 
 
@@ -26,8 +25,10 @@ class Tile(NamedTuple):
     dot: bool
 
 
-def tile(tokens: int, most: int = 64) -> Tile:
-    """Of a batch: few kinds, so that few kernels are compiled."""
+def tile(tokens: int, most: int = 64, fixed: bool = False) -> Tile:
+    """Of a batch: few kinds, so that few kernels are compiled; `fixed`: one."""
+    if fixed:
+        return Tile(most, True)
     held = triton.next_power_of_2(tokens)
     if held <= MAX_UNROLLED:
         return Tile(held, False)
@@ -71,6 +72,7 @@ def absorbed_queries(
     turns: Turns,
     sizes: MlaSizes,
     into: LatentSlots,
+    fixed: bool = False,
 ) -> Tensor:
     """`naive.absorbed_queries`. `k_b_HNR`: heads of any stride."""
     tokens = _check_rows(row_TX, turns, sizes, into)
@@ -79,7 +81,7 @@ def absorbed_queries(
     q_THC = row_TX.new_empty((tokens, sizes.heads, sizes.row))
     if not tokens:
         return q_THC
-    shape = tile(tokens)
+    shape = tile(tokens, fixed=fixed)
     products = -(-tokens // shape.tokens) * sizes.heads * -(-sizes.rank // R_BLOCK)
     launch_early(
         absorbed_kernel,
@@ -109,7 +111,7 @@ def absorbed_queries(
     return q_THC
 
 
-def values(out_THR: Tensor, v_b_HER: Tensor) -> Tensor:
+def values(out_THR: Tensor, v_b_HER: Tensor, fixed: bool = False) -> Tensor:
     """`naive.values`. `v_b_HER`: heads of any stride."""
     tokens, heads, rank = out_THR.shape
     width = v_b_HER.shape[1]
@@ -117,13 +119,14 @@ def values(out_THR: Tensor, v_b_HER: Tensor) -> Tensor:
     assert v_b_HER.stride()[1:] == (rank, 1), v_b_HER.stride()
     assert out_THR.stride(-1) == 1, out_THR.stride()
     out = out_THR.new_empty((tokens, heads * width))
-    if tokens > MAX_VALUE_TOKENS or rank > MAX_RANK:
+    if (tokens > MAX_VALUE_TOKENS and not fixed) or rank > MAX_RANK:
+        assert not fixed, f"a latent of {rank} channels: refused at start-up"
         by_head = out.view(tokens, heads, width).transpose(0, 1)
         torch.bmm(out_THR.transpose(0, 1), v_b_HER.transpose(1, 2), out=by_head)
         return out
     if not tokens:
         return out
-    shape = tile(tokens, most=32)
+    shape = tile(tokens, most=32, fixed=fixed)
     blocks = -(-width // E_BLOCK)
     launch_early(
         values_kernel,

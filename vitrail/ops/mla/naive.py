@@ -16,6 +16,8 @@ from torch import Tensor
 from vitrail.ops.norm.naive import rms_norm
 from vitrail.ops.rope.naive import Turns, rotate
 
+MAX_RANK = 512  # of latents that one of our programs holds whole
+
 
 class MlaSizes(NamedTuple):
     """Channels: `nope` N, `rope` P, `rank` R, `value` E."""

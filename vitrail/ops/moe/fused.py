@@ -23,6 +23,7 @@ from vitrail.ops.moe.plan import (
     ExpertsShape,
     direct,
     experts_plan,
+    fixed_plan,
     max_blocks,
     power_of_2,
     router_tiles,
@@ -54,13 +55,15 @@ def triton_mixture(
     choice: Choice,
     gate_up_XFM: Float[Tensor, "X F M"],
     down_XMI: Float[Tensor, "X M I"],
+    fixed: bool = False,
 ) -> Float[Tensor, "T M"]:
-    """`naive_route`, then `naive_experts`. All tensors are contiguous."""
+    """`naive_route`, then `naive_experts`. All tensors are contiguous. `fixed`: in the tiles of any
+    number of tokens."""
     if not len(x_TM):
         return torch.empty_like(x_TM)
     experts, hidden, inner = down_XMI.shape
     shape = ExpertsShape(hidden, inner, experts, choice.top_k + choice.num_shared)
-    plan = experts_plan(len(x_TM), shape, gpu)
+    plan = fixed_plan(shape, gpu) if fixed else experts_plan(len(x_TM), shape, gpu)
     routing, placed = triton_route(x_TM, router_VM, bias_V, choice, plan)
     return triton_experts(x_TM, routing, gate_up_XFM, down_XMI, plan, placed)
 
@@ -117,7 +120,7 @@ def _scores(
 ) -> Float[Tensor, "P T V"]:
     """Parts of the logits, to be added in their order; sets the counts to 0."""
     (tokens, hidden), num_experts = x_TM.shape, len(router_VM)
-    made = router_tiles(tokens, hidden)
+    made = router_tiles(tokens, hidden, plan.fixed)
     part = torch.empty((made.parts, tokens, num_experts), dtype=torch.float32, device=x_TM.device)
     _run(
         kernels.moe_score,

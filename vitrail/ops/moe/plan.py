@@ -3,7 +3,7 @@ tokens, the shape and the GPU. Knows no tensors.
 
 Legend: T tokens, K choices a token, S = T * K slots, X experts."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from vitrail.config.hardware import Hardware
@@ -64,6 +64,14 @@ def experts_plan(tokens: int, shape: ExpertsShape, gpu: Hardware) -> ExpertsPlan
     return default_plan(tokens, shape, gpu)
 
 
+def fixed_plan(shape: ExpertsShape, gpu: Hardware) -> ExpertsPlan:
+    """One for any number of tokens, so that a token's sums do not depend on it: the rule's for the
+    most rows for which weights are the left operand."""
+    plan = replace(default_plan(48 * shape.experts // shape.top_k, shape, gpu), fixed=True)
+    assert plan.bt == 64, plan
+    return plan
+
+
 def default_plan(tokens: int, shape: ExpertsShape, gpu: Hardware) -> ExpertsPlan:
     """One block for all while that costs little; then by the rows that an expert has on average,
     so that most experts fill a block at most once; the weights on the left until there are enough
@@ -82,11 +90,13 @@ def default_plan(tokens: int, shape: ExpertsShape, gpu: Hardware) -> ExpertsPlan
     return ExpertsPlan(bt=bt, up=tile(2), down=tile(1), early=gpu.cc >= 90)
 
 
-def router_tiles(tokens: int, hidden: int) -> RouterTiles:
+def router_tiles(tokens: int, hidden: int, fixed: bool = False) -> RouterTiles:
     """Sixteen spans of whole 64 channels (fewer of few channels) whatever the batch, so that a
     token's scores do not depend on it: apart for few tokens, in turn for many."""
     span = -(-hidden // (16 * 64)) * 64
     spans = -(-hidden // span)
+    if fixed:  # the same tile as well
+        return RouterTiles(32, span, spans, span)
     if tokens <= 4096:
         bt = 16 if tokens <= 16 else 32 if tokens <= 1024 else 64
         return RouterTiles(bt, span, spans, span)
@@ -99,7 +109,7 @@ def direct(tokens: int, slots: int, num_experts: int, plan: ExpertsPlan) -> int:
     if isinstance(plan.down, Joined):
         assert slots <= min(JOINED_SLOTS, num_experts), (slots, num_experts)
         return 3 if tokens == 1 else 2
-    if tokens > plan.bt or plan.down.sorted or plan.down.programs:
+    if plan.fixed or tokens > plan.bt or plan.down.sorted or plan.down.programs:
         return 0
     return 1 if slots > num_experts else 3 if tokens == 1 else 2
 

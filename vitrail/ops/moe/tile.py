@@ -41,9 +41,11 @@ class Joined:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertsPlan:
-    """`bt`: rows of a block. `early`: each launch may start while the one before it runs."""
+    """`bt`: rows of a block. `early`: each launch may start while the one before it runs. `fixed`:
+    neither the router's tiles nor how rows are placed depend on how many there are."""
 
     bt: int
     up: Tile
     down: Tile | Joined
     early: bool = True
+    fixed: bool = False
