@@ -63,7 +63,8 @@ def check(llm: LLM) -> None:
     together = [g.outputs[0].token_ids for g in llm.generate(prompts, params)]
     again = [g.outputs[0].token_ids for g in llm.generate(prompts, params)]
     alone = [llm.generate([p], params)[0].outputs[0].token_ids for p in prompts]
-    print(f"first tokens equal: again {same(together, again)}, alone {same(together, alone)}")
+    shares = f"again {same(together, again)}, alone {same(together, alone)}"
+    print(f"first tokens equal, together: {shares}")
 
 
 def same(a: Sequence[object], b: Sequence[object]) -> str:

@@ -18,6 +18,7 @@ TORCH_FREE = (
     *(f"vitrail.models.{m}" for m in ("assets", "checkpoint", "gguf", "reading", "registry")),
     *(f"vitrail.bench.{m}" for m in ("flags", "serve", "workload")),
     "vitrail.models.kimi_vl.processor",
+    "vitrail.ops.resize.taps",
     "vitrail.models.nvila.processor",
     *(f"vitrail.vision.{m}" for m in ("image", "preprocess", "placeholders", "video")),
     *(f"vitrail.vision.video_{m}" for m in ("container", "process", "worker")),

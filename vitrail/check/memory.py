@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from vitrail.attention.plan import make_table
 from vitrail.check.checks import Share
-from vitrail.check.encoder_peak import encoder_peak, product_bytes
+from vitrail.check.encoder_peak import encoder_peak, product_bytes, tower_graph_bytes
 from vitrail.check.report import Row, gib
 from vitrail.check.sizes import (
     CPU_KV_BYTES,
@@ -39,6 +39,7 @@ class Memory:
     encoder_peak: int
     encoder_cache: int
     graphs: int
+    tower_graphs: int
     workspace: int
     kept: int
     left: int
@@ -56,11 +57,12 @@ def predict(subject: Subject, share: Share) -> Memory:
             encoder_peak=0,
             encoder_cache=config.encoder_cache_bytes,
             graphs=0,
+            tower_graphs=0,
             workspace=0,
             kept=0,
             left=CPU_KV_BYTES,
         )
-    peak, vision, text = 0, subject.config.vision, subject.config.text
+    peak, kept, vision, text = 0, 0, subject.config.vision, subject.config.text
     refused = isinstance(image_limits(vision, subject.dtype, subject.patches), list)
     if vision is not None and not refused:  # what is refused, the attention's row says
         largest = None if subject.processor is None else subject.processor.max_patches
@@ -71,7 +73,9 @@ def predict(subject: Subject, share: Share) -> Memory:
             subject.patches,
             largest,
         ) + product_bytes(subject.gpu.cc)
-    free = total - CONTEXT_BYTES - weights
+        if config.cuda_graphs != 0:
+            kept = tower_graph_bytes(vision, subject.dtype, subject.patches)
+    free = total - CONTEXT_BYTES - weights - kept
     return Memory(
         total=total,
         context=CONTEXT_BYTES,
@@ -79,6 +83,7 @@ def predict(subject: Subject, share: Share) -> Memory:
         encoder_peak=peak,
         encoder_cache=config.encoder_cache_bytes,
         graphs=graph_bytes(graph_sizes(config, on_cpu=False), text.vocab_size),
+        tower_graphs=kept,
         workspace=WORKSPACE_BYTES,
         kept=total - int(total * config.memory_fraction),
         left=kv_bytes(config, text, free, total, peak),
@@ -119,6 +124,7 @@ def memory_row(subject: Subject, share: Share, memory: Memory, sizes: Sizes | li
         "encoder_peak": memory.encoder_peak,
         "encoder_cache": memory.encoder_cache,
         "graphs": memory.graphs,
+        "tower_graphs": memory.tower_graphs,
         "workspace": memory.workspace,
         "kept": memory.kept,
         "left": memory.left,
@@ -151,8 +157,8 @@ def _lines(subject: Subject, memory: Memory) -> list[str]:
     ]
     if subject.config.vision is not None:
         lines.append(
-            f"encoder {gib(memory.encoder_peak)} at {subject.patches:,} patches a step, its cache "
-            f"{gib(memory.encoder_cache)}"
+            f"encoder {gib(memory.encoder_peak)} at {subject.patches:,} patches a step, its graphs "
+            f"{gib(memory.tower_graphs)}, its cache {gib(memory.encoder_cache)}"
         )
     lines.append(f"left for pages {gib(memory.left)}")
     return lines

@@ -8,8 +8,10 @@ from dataclasses import dataclass
 from vitrail.attention.plan import AttentionPlan, PlanLimits
 from vitrail.cache.budget import CacheBudget, plan_cache
 from vitrail.cache.spec import ITEM_BYTES, LayerSpec, stored_as
+from vitrail.check.encoder_peak import encoder_peak
 from vitrail.config.engine import GIB, EngineConfig
 from vitrail.config.finding import Finding
+from vitrail.config.hardware import Hardware
 from vitrail.config.model import DType, KvDType, ModelConfig, TextConfig, VisionConfig
 from vitrail.vision.preprocess import ImageProcessor
 
@@ -17,6 +19,8 @@ from vitrail.vision.preprocess import ImageProcessor
 GPU_STEP_TOKENS, CPU_STEP_TOKENS = 8192, 2048
 # Patches encoded in a step where no processor says how large an image can be.
 DEFAULT_ENCODER_PATCHES = 16_384
+# Of a GPU's memory, a planned budget of patches takes at most one part in so many.
+MEMORY_SHARE = 64
 # GPU memory left to the forward pass beside weights, encoder and pages.
 WORKSPACE_BYTES = 2 * GIB
 # Of decode graphs: each one's own, and what the largest keeps between its kernels.
@@ -55,15 +59,27 @@ def stored_specs(config: EngineConfig, specs: Sequence[LayerSpec]) -> Sequence[L
 
 
 def encoder_budget(
-    config: EngineConfig, model: ModelConfig, processor: ImageProcessor | None
+    config: EngineConfig, model: ModelConfig, processor: ImageProcessor | None, gpu: Hardware
 ) -> int:
     """Patches a step: asked for, or the largest picture the processor makes, so that no picture
-    alone waits for a second step."""
-    if model.vision is None:
+    alone waits for a second step. On a GPU as many of the largest as a step's tokens come from, for
+    more small steps are bound by the host; but no more than its share of memory holds at the
+    peak."""
+    vision = model.vision
+    if vision is None:
         return 0
     if config.encoder_patches is not None:
         return config.encoder_patches
-    return DEFAULT_ENCODER_PATCHES if processor is None else processor.max_patches
+    largest = DEFAULT_ENCODER_PATCHES if processor is None else processor.max_patches
+    if not gpu.cc:
+        return largest
+    patches = step_tokens(config, on_cpu=False) * vision.rules.merge**2
+    hidden, dtype = model.text.hidden_size, served_dtype(config, model, on_cpu=False)
+    count = -(-patches // largest)
+    room = gpu.hbm_bytes // MEMORY_SHARE
+    while count > 1 and encoder_peak(vision, hidden, dtype, count * largest, largest) > room:
+        count -= 1
+    return count * largest
 
 
 def image_limits(

@@ -85,5 +85,5 @@ def build_subject(
         model=model,
         parameters=parameters_of(cast(nn.Module, model)),
         processor=processor,
-        patches=encoder_budget(question.choices, config, processor),
+        patches=encoder_budget(question.choices, config, processor, question.gpu),
     )

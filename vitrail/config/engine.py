@@ -55,7 +55,7 @@ class EngineConfig:
     )
     memory_fraction: float = _opt(0.9, "share of the GPU's memory that the engine may use")
     encoder_patches: int | None = _opt(
-        None, "image patches encoded in one step; default the largest image"
+        None, "image patches encoded in one step; default the largest image, on a GPU several"
     )
     encoder_cache_bytes: int = _opt(GIB // 4, "cache of encoded images")
     prefix_cache: bool = _opt(True, "reuse the KV of shared prompt prefixes")

@@ -9,6 +9,7 @@ after it."""
 import logging
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import NamedTuple, cast
 
@@ -18,7 +19,7 @@ from torch import nn
 from vitrail.attention.installed import releases
 from vitrail.attention.plan import PlanTable, make_table
 from vitrail.attention.shape import AttentionSite, Phase
-from vitrail.attention.warm import warm
+from vitrail.attention.warm import warm, warm_ahead
 from vitrail.cache.encoder import EncoderCache
 from vitrail.cache.encoder_pool import EncoderPool
 from vitrail.cache.kv_pool import KvPool
@@ -46,7 +47,7 @@ from vitrail.config.model import DType, ModelConfig, VisionConfig
 from vitrail.engine.batch import BatchBuilder
 from vitrail.engine.deterministic import attention_of, computed_as_asked, model_of
 from vitrail.engine.encode import ImageEncoder
-from vitrail.engine.encode_graphs import EncodeGraphs
+from vitrail.engine.encode_graphs import EncodeGraphs, ladder_of
 from vitrail.engine.engine import Engine
 from vitrail.engine.graphs import GraphParts, capture_graphs
 from vitrail.engine.measure import run_worst_steps
@@ -56,6 +57,7 @@ from vitrail.engine.prepare import ServingFacts
 from vitrail.engine.runner import Runner, RunnerParts
 from vitrail.engine.sampler import Sampler
 from vitrail.engine.scheduler import Scheduler, SchedulerLimits
+from vitrail.engine.warm_steps import Ahead, begin
 from vitrail.layers.linear import torch_dtype
 from vitrail.models.checkpoint import Checkpoint
 from vitrail.models.interface import ImageModel, Model, ModelEntry
@@ -108,21 +110,27 @@ def build_engine(
     dtype = served_dtype(config, model_config, device.type == "cpu")
     frames = video_frames_of(config, model_config)
     model = model_of(config, entry, model_config, dtype, device)
-    patches = encoder_budget(config, model_config, processor)
+    ahead = _compile_ahead(config, checkpoint, model_config, model, dtype, hardware)
+    patches = encoder_budget(config, model_config, processor, hardware)
     tower_plans = image_plans(config, model, model_config.vision, dtype, patches, hardware)
     stages.done("plans and kernels of the tower")
     load_weights(config, entry, model_config, model, checkpoint, device, progress)
     model = computed_as_asked(config, model, model_config.vision, device)
     stages.done("weights")
-    encode_graphs = capture_tower(model, tower_plans, model_config.vision, patches, device)
     largest = None if processor is None else processor.max_patches
+    budget = (patches, largest)
+    encode_graphs = capture_tower(config, model, tower_plans, model_config.vision, budget, device)
+    stages.done("graphs of the tower")
     peak = _measure_encoder(model, tower_plans, model_config, dtype, patches, largest, device)
     stages.done("measuring the tower")
+    ahead.finish()
+    stages.done("compilers beside")
     specs = stored_specs(config, model.cache_specs())
     sizes = _sizes(config, model_config, specs, patches, device, peak)
     engine = _assemble(
         config, model_config, model, sizes, tower_plans, device, stages, encode_graphs
     )
+    ahead.note()
     log.info(
         "ready in %s: %s on %s in %s, %d KV tokens in %d pages of %s",
         stages,
@@ -161,6 +169,25 @@ def image_plans(
     sites = model.image_sites() if isinstance(model, ImageModel) else ()
     prefer = attention_of(config, hardware)
     return _ready(make_table(sites, limits, hardware, prefer, releases()), hardware)
+
+
+def _compile_ahead(
+    config: EngineConfig,
+    checkpoint: Checkpoint,
+    model_config: ModelConfig,
+    model: Model,
+    dtype: DType,
+    hardware: Hardware,
+) -> Ahead:
+    """Begin with the decoder's kernels while the tower's are compiled and weights are read. How
+    long requests may be is not known yet, so this is a guess that decides nothing."""
+    ahead = begin(config, checkpoint)
+    most = model_config.text.max_position
+    longest = min(config.max_model_len or most, most)
+    with suppress(Refused):
+        plans = _text_plans(config, model.text_sites(), dtype, longest, hardware)
+        ahead.add(warm_ahead(plans, hardware))
+    return ahead
 
 
 def _ready(plans: PlanTable, hardware: Hardware) -> PlanTable:
@@ -221,16 +248,19 @@ def _measure_encoder(
 
 
 def capture_tower(
+    config: EngineConfig,
     model: Model,
     plans: PlanTable,
     vision: VisionConfig | None,
-    patches: int,
+    patches: tuple[int, int | None],
     device: torch.device,
 ) -> EncodeGraphs | None:
-    """The tower in graphs, before what they hold is left to the cache; none on a CPU."""
-    if vision is None or not isinstance(model, ImageModel) or device.type != "cuda":
+    """The tower in graphs, before what they hold is left to the cache; none on a CPU or where none
+    are wanted. `patches`: the budget, and of the largest picture if known."""
+    wanted = device.type == "cuda" and config.cuda_graphs != 0
+    if vision is None or not isinstance(model, ImageModel) or not wanted:
         return None
-    graphs = EncodeGraphs(model, plans, vision, patches, device)
+    graphs = EncodeGraphs(model, plans, vision, ladder_of(vision, *patches), device)
     graphs.capture()
     return graphs
 
@@ -281,8 +311,8 @@ def _assemble(
     dtype, graphs = served_dtype(config, model_config, on_cpu), graph_sizes(config, on_cpu)
     # One page more than the manager knows of: where padded rows write.
     pool = KvPool(specs, sizes.cache.num_pages + bool(graphs), config.page_size, device)
-    sites = model.text_sites()
-    plans = _text_plans(config, sites, dtype, sizes.max_model_len, hardware_of(device))
+    sites, hardware = model.text_sites(), hardware_of(device)
+    plans = _ready(_text_plans(config, sites, dtype, sizes.max_model_len, hardware), hardware)
     stages.done("plans and kernels of the decoder")
     row_bytes = model_config.text.hidden_size * ITEM_BYTES[dtype]
     encoder_pool = EncoderPool()
@@ -338,10 +368,11 @@ def _text_plans(
     max_model_len: int,
     hardware: Hardware,
 ) -> PlanTable:
+    """As decided. Nothing is compiled yet."""
     assert all(phase is not Phase.ENCODE for _, phase in sites)
     limits = text_limits(config, dtype, max_model_len, on_cpu=not hardware.cc)
     prefer = attention_of(config, hardware)
-    return _ready(make_table(sites, limits, hardware, prefer, releases()), hardware)
+    return make_table(sites, limits, hardware, prefer, releases())
 
 
 def _scheduler(config: EngineConfig, sizes: Sizes, row_bytes: int, on_cpu: bool) -> Scheduler:

@@ -33,13 +33,22 @@ _OWN: dict[str, Group] = {
     **dict.fromkeys(("attend", "combine", "mend"), "attention"),
     **dict.fromkeys(("rows_kernel", "absorbed_kernel", "values_kernel"), "gemm"),
     **dict.fromkeys(("expanded_kernel", "keys_kernel", "table_kernel"), "elementwise"),
-    **dict.fromkeys(("_best_of_block", "_best_of_row"), "sampling"),
-    **dict.fromkeys(("_mass_of_block", "_draw_of_row"), "sampling"),
 }
 # Read in this order: what is special before what is common (a grouped product is a product too).
 _NAMES: tuple[tuple[Group, "re.Pattern[str]"], ...] = (
     ("copies", _any("^memcpy", "^memset")),
-    ("sampling", _any("(?<!up)sampl", "multinomial", "gumbel", "argmax", r"top_?p\b", "penal")),
+    (
+        "sampling",
+        _any(
+            "(?<!up)sampl",
+            "multinomial",
+            "gumbel",
+            "argmax",
+            r"top_?p\b",
+            "penal",
+            "^_(best|mass|draw)_",
+        ),
+    ),
     ("attention", _any("attn", "attention", "flash", "fmha", "decode_sm90")),
     ("moe", _any("moe", "expert", "grouped", "GroupProblemShape", r"rout(e|ing)")),
     ("gemm", _any("gemm", "gemv", "nvjet", "xmma", "cublas", "split_?k", "s16816", "wgmma")),

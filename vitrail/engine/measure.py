@@ -22,8 +22,8 @@ from vitrail.vision.moonvit import CHANNELS
 
 def worst_jobs(rules: PatchRules, budget: int, largest: int | None) -> list[list[EncodeJob]]:
     """The jobs of each of `worst_steps`. One that does not begin with its picture's first sequence
-    finds those before it in the pool. Where pictures are not tiles, one comes as patches and one as
-    it is, of the most pixels that are sent so."""
+    finds those before it in the pool. Where pictures are not tiles it comes as it is, of the most
+    pixels that are sent so: from then on it is as one that came as patches."""
     steps = [
         [_job(rules, entry, part) for entry, part in enumerate(step)]
         for step in worst_steps(rules, budget, largest)
@@ -32,7 +32,7 @@ def worst_jobs(rules: PatchRules, budget: int, largest: int | None) -> list[list
         return steps
     ((job,),) = steps
     resized = (job.height * rules.patch_size, job.width * rules.patch_size)
-    return [[job], [replace(job, resized=resized)]]
+    return [[replace(job, resized=resized)]]
 
 
 def _job(rules: PatchRules, entry: int, part: Part) -> EncodeJob:
@@ -48,7 +48,7 @@ def _job(rules: PatchRules, entry: int, part: Part) -> EncodeJob:
     )
 
 
-def _noise_size(job: EncodeJob, features: int) -> tuple[int, ...]:
+def _size(job: EncodeJob, features: int) -> tuple[int, ...]:
     """Of the job's patches, or of the picture that they are made from."""
     if job.resized is None:
         return (job.num_patches, features)
@@ -65,7 +65,7 @@ def run_worst_steps(
     largest: int | None,
     device: torch.device,
 ) -> None:
-    """Run each of `worst_jobs` on noise, by the encoder that serves, with all that the pool holds
+    """Run each of `worst_jobs` on black, by the encoder that serves, with all that the pool holds
     of its pictures. Raises `RuntimeError` where one fails."""
     pool = EncoderPool()
     encoder = ImageEncoder(model, plans, pool, device, vision.patch_size)
@@ -75,10 +75,7 @@ def run_worst_steps(
             for _ in range(job.first):
                 size = (job.height * job.width, vision.hidden_size)
                 pool.add_part(job.entry, torch.zeros(size, dtype=dtype, device=device))
-        generator = np.random.default_rng(0)
-        sizes = [_noise_size(job, features) for job in step]
-        pixels = [generator.integers(0, 256, size, np.uint8) for size in sizes]
-        failed = encoder.run(step, pixels)
+        failed = encoder.run(step, [np.zeros(_size(job, features), np.uint8) for job in step])
         pool.drop(job.entry for job in step)
         if failed:
             reason = next(iter(failed.values()))

@@ -3,6 +3,7 @@ API, the terminal and the server share it, so that everything a client can get w
 before the engine and before any response header. Thread-safe; no torch."""
 
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 from pathlib import Path
@@ -81,6 +82,7 @@ class Preparer:
         self.limits = ImageLimits(
             max_bytes=config.max_image_bytes, max_pixels=config.max_image_pixels
         )
+        self._openers = ThreadPoolExecutor(config.image_workers, thread_name_prefix="picture")
         self.video_frames = facts.video_frames
         stops = set(facts.eos_token_ids)
         if assets.tokenizer is not None:
@@ -269,11 +271,20 @@ class Preparer:
     def _patch(
         self, pictures: Sequence[Picture], gone: Event | None = None
     ) -> list[tuple[PatchedImage, ...]]:
-        """Each picture's parts. A video is decoded once for all its frames, and a frame is parts
-        before the next one is decoded."""
+        """Each picture's parts, pictures of one request side by side. A video is decoded once for
+        all its frames, and a frame is parts before the next one is decoded. What is refused is the
+        first in the request's order."""
         alone, videos = _is_alone(pictures), dict[int, list[tuple[PatchedImage, ...]]]()
         room = VideoRoom(gone=gone or Event())
-        return [self._open(p, alone and not p.is_frame, videos, room) for p in pictures]
+
+        def opened(picture: Picture) -> tuple[PatchedImage, ...]:
+            return self._open(picture, alone and not picture.is_frame, videos, room)
+
+        stills = [p for p in pictures if not p.is_frame]
+        if len(stills) < 2:
+            return [opened(p) for p in pictures]
+        made = self._openers.map(opened, stills)
+        return [opened(p) if p.is_frame else next(made) for p in pictures]
 
     def _open(
         self,

@@ -51,11 +51,13 @@ def build_tower(
     model = model_of(config, entry, model_config, dtype, device)
     if vision is None:
         raise Refused(_no_tower(checkpoint.architecture))
-    patches = encoder_budget(config, model_config, processor)
+    patches = encoder_budget(config, model_config, processor, hardware)
     plans = image_plans(config, model, vision, dtype, patches, hardware)
     load_weights(config, entry, model_config, model, checkpoint, device, None)
     model = computed_as_asked(config, model, vision, device)
-    graphs, pool = capture_tower(model, plans, vision, patches, device), EncoderPool()
+    budget = (patches, None if processor is None else processor.max_patches)
+    graphs = capture_tower(config, model, plans, vision, budget, device)
+    pool = EncoderPool()
     encoder = image_encoder(model, vision, plans, pool, device, graphs)
     assert encoder is not None, f"{checkpoint.architecture} with a tower"
     return Tower(encoder, pool, vision, hardware, device, dtype)

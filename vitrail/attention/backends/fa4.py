@@ -203,9 +203,14 @@ def _arguments(launch: Launch, interface: Any) -> dict[str, Any]:
 @cache
 def kernels_of(launch: Launch) -> Kernels:
     """For the GPU at hand, once a process, from disk where it was compiled before."""
-    parts = ("forward",) if launch.splits == 1 else ("forward", "combine")
+    parts = parts_of(launch)
     made = kept(f"fa4 {launch}", parts, lambda: compile_launch(launch)[: len(parts)])
     return Kernels(made[0], made[1] if len(made) > 1 else None)
+
+
+def parts_of(launch: Launch) -> tuple[str, ...]:
+    """Which of `Kernels` it has."""
+    return ("forward",) if launch.splits == 1 else ("forward", "combine")
 
 
 class Fa4:

@@ -17,14 +17,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from cutlass import cute
 from triton import knobs
 
 Kernel = Callable[..., None]
 FUNCTION = "kernel"  # the name in each object file
 PACKAGES = (
     *("nvidia-cutlass-dsl", "apache-tvm-ffi", "torch-c-dlpack-ext", "flash-attn-4"),
-    *("quack-kernels", "torch"),
+    *("quack-kernels", "torch", "triton"),
 )
 SOURCES = ("backends/cute.py", "backends/fa4.py", "decode_spec.py", "kernels/decode_sm90.py")
 log = logging.getLogger("vitrail.attention")
@@ -40,12 +39,11 @@ def kept(
     """The kernels `parts` of what `name` says in full, from disk or made now, by whichever process
     comes first: others wait for it. `make` gives them in this order, and raises what its compiler
     raises. `device`: what they are compiled for; default the GPU at hand."""
-    folder = Path(knobs.cache.dir) / "vitrail" if folder is None else folder
-    key = hashlib.sha256(f"{name}\0{device or _device()}\0{_made_from()}".encode()).hexdigest()
-    files = [folder / f"{key}.{part}.o" for part in parts]
+    files = _files(name, parts, folder, device)
+    folder = files[0].parent
     with suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
-    with _alone(folder / f"{key}.lock"):
+    with _alone(files[0].with_suffix(".lock")):
         found = _load(files)
         if found is not None:
             return found
@@ -54,6 +52,35 @@ def kept(
         for kernel, file in zip(made, files, strict=True):
             _store(kernel, file)
         return made
+
+
+def noted(name: str) -> bool:
+    """Whether this was noted, by this very package for this very GPU."""
+    return _mark(name).is_file()
+
+
+def note(name: str) -> None:
+    """That all kernels of what `name` says are on Triton's disk. Where they are not, somebody
+    having removed them, they are compiled when they are asked for."""
+    with suppress(OSError):
+        _mark(name).parent.mkdir(parents=True, exist_ok=True)
+        _mark(name).touch()
+
+
+def _mark(name: str) -> Path:
+    (file,) = _files(f"{name}\0{_whole_package()}", ("noted",), None, None)
+    return file.with_suffix("")
+
+
+def is_kept(name: str, parts: Sequence[str]) -> bool:
+    """Whether they are on disk; asks no compiler."""
+    return all(file.is_file() for file in _files(name, parts, None, None))
+
+
+def _files(name: str, parts: Sequence[str], folder: Path | None, device: str | None) -> list[Path]:
+    folder = Path(knobs.cache.dir) / "vitrail" if folder is None else folder
+    key = hashlib.sha256(f"{name}\0{device or _device()}\0{_made_from()}".encode()).hexdigest()
+    return [folder / f"{key}.{part}.o" for part in parts]
 
 
 @contextmanager
@@ -72,6 +99,8 @@ def _alone(lock: Path) -> Iterator[None]:
 def _load(files: Sequence[Path]) -> tuple[Kernel, ...] | None:
     if not all(file.is_file() for file in files):
         return None
+    from cutlass import cute  # seconds, which a look at the disk need not wait for
+
     _preload()
     try:
         # the modules live as long as their functions
@@ -91,6 +120,8 @@ def _function(module: Any) -> Kernel:
 @cache
 def _preload() -> None:
     """Loaded kernels find the compiler's runtime among the process's symbols."""
+    from cutlass import cute
+
     for path in cute.runtime.find_runtime_libraries(enable_tvm_ffi=False):
         if Path(path).exists():
             ctypes.CDLL(path, mode=ctypes.RTLD_GLOBAL)
@@ -121,6 +152,14 @@ def _made_from() -> str:
     for source in SOURCES:
         sources.update((Path(__file__).parents[1] / source).read_bytes())
     return "\n".join([*named, sources.hexdigest()])
+
+
+@cache
+def _whole_package() -> str:
+    sources = hashlib.sha256()
+    for source in sorted(Path(__file__).parents[2].rglob("*.py")):
+        sources.update(source.read_bytes())
+    return sources.hexdigest()
 
 
 def _release(package: str) -> str:
