@@ -100,9 +100,7 @@ def build_engine(
     """Raises `Refused` with every finding of the first stage that has any: choices, config.json,
     weights (headers), attention plans, cache size. Weights are read after all but the last."""
     stages = _Stages()
-    found = errors(validate(config))
-    if found:
-        raise Refused(found)
+    accept(errors(validate(config)) or config)
     device = device_of(config)
     hardware = hardware_of(device)
     entry = load_entry(checkpoint.architecture)
@@ -141,7 +139,6 @@ def build_engine(
         sizes.cache.num_pages,
         dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype,
     )
-    vision = model_config.vision
     facts = ServingFacts(
         vocab_size=model_config.text.vocab_size,
         max_model_len=sizes.max_model_len,
@@ -149,7 +146,7 @@ def build_engine(
         image_token_id=model_config.image_token_id,
         encoder_patches=sizes.encoder_patches,
         kv_tokens=sizes.cache.num_tokens,
-        patch_rules=None if vision is None else vision.rules,
+        patch_rules=None if model_config.vision is None else model_config.vision.rules,
         video_frames=frames,
         encoder_resizes=device.type == "cuda",
     )
