@@ -322,12 +322,8 @@ def _assemble(
         device=device,
         sites=sites,
     )
-    sampler = Sampler(
-        config.max_running,
-        vocab_size,
-        [] if image_id is None or image_id >= vocab_size else [image_id],
-        device,
-    )
+    never = [] if image_id is None or image_id >= vocab_size else [image_id]
+    sampler = Sampler(config.max_running, vocab_size, never, device)
     parts = RunnerParts(
         model=model,
         pool=pool,
