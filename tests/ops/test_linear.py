@@ -121,8 +121,9 @@ def test_channels_that_are_no_wide_loads_are_the_library_s() -> None:
 def test_a_fixed_product_is_the_definition_and_its_rows_are_alike(
     outputs: int, channels: int, biased: bool
 ) -> None:
-    """Of rows of a wider tensor, in one tile and in two, whatever is behind them. (In the
-    interpreter products depend on where in a tile a row lies, on a GPU they do not.)"""
+    """Of rows of a wider tensor, in one tile and in two, whatever is behind them: in the
+    interpreter the bits of a tile follow from what it holds and where, on a GPU not even from
+    where."""
     x, _, matrix, _ = operands(131, outputs, channels)
     bias = torch.randn(outputs) if biased else None
     got = fixed.linear(x, matrix, bias)

@@ -33,6 +33,7 @@ from vitrail.check.sizes import (
     graph_sizes,
     image_limits,
     kv_bytes,
+    masked_ids,
     plan_sizes,
     served_dtype,
     step_tokens,
@@ -100,10 +101,10 @@ def build_engine(
     """Raises `Refused` with every finding of the first stage that has any: choices, config.json,
     weights (headers), attention plans, cache size. Weights are read after all but the last."""
     stages = _Stages()
-    accept(errors(validate(config)) or config)
+    if found := errors(validate(config)):
+        raise Refused(found)
     device = device_of(config)
-    hardware = hardware_of(device)
-    entry = load_entry(checkpoint.architecture)
+    hardware, entry = hardware_of(device), load_entry(checkpoint.architecture)
     model_config = accept(entry.read_config(checkpoint.config, checkpoint.generation))
     dtype = served_dtype(config, model_config, device.type == "cpu")
     frames = video_frames_of(config, model_config)
@@ -120,9 +121,8 @@ def build_engine(
     encode_graphs = capture_tower(config, model, tower_plans, model_config.vision, budget, device)
     stages.done("graphs of the tower")
     peak = _measure_encoder(model, tower_plans, model_config, dtype, patches, largest, device)
-    stages.done("measuring the tower")
     ahead.finish()
-    stages.done("compilers beside")
+    stages.done("measuring the tower, compilers beside")
     specs = stored_specs(config, model.cache_specs())
     sizes = _sizes(config, model_config, specs, patches, device, peak)
     engine = _assemble(
@@ -139,18 +139,21 @@ def build_engine(
         sizes.cache.num_pages,
         dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype,
     )
-    facts = ServingFacts(
-        vocab_size=model_config.text.vocab_size,
+    return Built(engine, _facts(model_config, sizes, frames, device))
+
+
+def _facts(model: ModelConfig, sizes: Sizes, frames: int, device: torch.device) -> ServingFacts:
+    return ServingFacts(
+        vocab_size=model.text.vocab_size,
         max_model_len=sizes.max_model_len,
-        eos_token_ids=model_config.eos_token_ids,
-        image_token_id=model_config.image_token_id,
+        eos_token_ids=model.eos_token_ids,
+        image_token_id=model.image_token_id,
         encoder_patches=sizes.encoder_patches,
         kv_tokens=sizes.cache.num_tokens,
-        patch_rules=None if model_config.vision is None else model_config.vision.rules,
+        patch_rules=None if model.vision is None else model.vision.rules,
         video_frames=frames,
         encoder_resizes=device.type == "cuda",
     )
-    return Built(engine, facts)
 
 
 def image_plans(
@@ -313,8 +316,7 @@ def _assemble(
     stages.done("plans and kernels of the decoder")
     row_bytes = model_config.text.hidden_size * ITEM_BYTES[dtype]
     encoder_pool = EncoderPool()
-    image_id, vocab_size = model_config.image_token_id, model_config.text.vocab_size
-    door = Door(device)
+    door, vocab_size = Door(device), model_config.text.vocab_size
     builder = BatchBuilder(
         max_running=config.max_running,
         max_pages=-(-sizes.max_model_len // config.page_size),
@@ -322,8 +324,7 @@ def _assemble(
         device=device,
         sites=sites,
     )
-    never = [] if image_id is None or image_id >= vocab_size else [image_id]
-    sampler = Sampler(config.max_running, vocab_size, never, device)
+    sampler = Sampler(config.max_running, vocab_size, masked_ids(model_config), device)
     parts = RunnerParts(
         model=model,
         pool=pool,
