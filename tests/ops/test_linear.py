@@ -122,7 +122,8 @@ def test_a_fixed_product_is_the_definition_and_its_rows_are_alike(
     outputs: int, channels: int, biased: bool
 ) -> None:
     """Of rows of a wider tensor, in one tile and in two, whatever is behind them: in the
-    interpreter the bits of a tile follow from what it holds and where, on a GPU from less."""
+    interpreter the bits of a tile follow from what it holds and where, on a GPU not even from
+    where."""
     x, _, matrix, _ = operands(131, outputs, channels)
     bias = torch.randn(outputs) if biased else None
     got = fixed.linear(x, matrix, bias)

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from vitrail.check.report import Fact, Row
-from vitrail.check.sizes import Sizes
+from vitrail.check.sizes import Sizes, masked_ids
 from vitrail.check.subject import Subject
 from vitrail.config.engine import EngineConfig, plan_frames
 from vitrail.config.finding import Finding, Refused
@@ -258,7 +258,7 @@ def tokenizer_row(config: ModelConfig, choices: EngineConfig, read: Read) -> Row
             findings += literal
         else:
             findings += _claim_findings(tokenizer, literal, config.image_token_id)
-            masked = "never sampled" if config.image_token_id < vocab else "beyond the vocabulary"
+            masked = "never sampled" if masked_ids(config) else "beyond the vocabulary"
             details.append(f"image token {literal!r} = {config.image_token_id}, {masked}")
     findings += _round_trip(tokenizer)
     return Row(name="tokenizer", details=tuple(details), findings=tuple(findings))

@@ -47,6 +47,12 @@ def served_dtype(config: EngineConfig, model: ModelConfig, on_cpu: bool) -> DTyp
     return "float32" if on_cpu else model.dtype
 
 
+def masked_ids(model: ModelConfig) -> list[int]:
+    """Ids of the vocabulary that are never sampled."""
+    image_id = model.image_token_id
+    return [] if image_id is None or image_id >= model.text.vocab_size else [image_id]
+
+
 def kv_dtype(config: EngineConfig) -> KvDType | None:
     """What the cache keeps; None: what the model computes in."""
     return None if config.kv_cache_dtype == "auto" else "float8_e4m3fn"

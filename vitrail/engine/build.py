@@ -33,6 +33,7 @@ from vitrail.check.sizes import (
     graph_sizes,
     image_limits,
     kv_bytes,
+    masked_ids,
     plan_sizes,
     served_dtype,
     step_tokens,
@@ -138,19 +139,21 @@ def build_engine(
         sizes.cache.num_pages,
         dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype,
     )
-    vision = model_config.vision
-    facts = ServingFacts(
-        vocab_size=model_config.text.vocab_size,
+    return Built(engine, _facts(model_config, sizes, frames, device))
+
+
+def _facts(model: ModelConfig, sizes: Sizes, frames: int, device: torch.device) -> ServingFacts:
+    return ServingFacts(
+        vocab_size=model.text.vocab_size,
         max_model_len=sizes.max_model_len,
-        eos_token_ids=model_config.eos_token_ids,
-        image_token_id=model_config.image_token_id,
+        eos_token_ids=model.eos_token_ids,
+        image_token_id=model.image_token_id,
         encoder_patches=sizes.encoder_patches,
         kv_tokens=sizes.cache.num_tokens,
-        patch_rules=None if vision is None else vision.rules,
+        patch_rules=None if model.vision is None else model.vision.rules,
         video_frames=frames,
         encoder_resizes=device.type == "cuda",
     )
-    return Built(engine, facts)
 
 
 def image_plans(
@@ -312,8 +315,8 @@ def _assemble(
     plans = _ready(_text_plans(config, sites, dtype, sizes.max_model_len, hardware), hardware)
     stages.done("plans and kernels of the decoder")
     row_bytes = model_config.text.hidden_size * ITEM_BYTES[dtype]
-    encoder_pool, door = EncoderPool(), Door(device)
-    image_id, vocab_size = model_config.image_token_id, model_config.text.vocab_size
+    encoder_pool = EncoderPool()
+    door, vocab_size = Door(device), model_config.text.vocab_size
     builder = BatchBuilder(
         max_running=config.max_running,
         max_pages=-(-sizes.max_model_len // config.page_size),
@@ -321,8 +324,7 @@ def _assemble(
         device=device,
         sites=sites,
     )
-    never = [] if image_id is None or image_id >= vocab_size else [image_id]
-    sampler = Sampler(config.max_running, vocab_size, never, device)
+    sampler = Sampler(config.max_running, vocab_size, masked_ids(model_config), device)
     parts = RunnerParts(
         model=model,
         pool=pool,

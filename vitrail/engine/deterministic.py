@@ -7,6 +7,10 @@ row lies; there a position is computed by itself, and so is a picture: `Alone`.
 Legend: T packed tokens, M hidden channels, V vocabulary, N patches, F patch features, C channels of
 the tower."""
 
+# torch leaves parts of its own signatures unknown
+# pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false
+# pyright: reportUnknownVariableType=false
+
 from collections.abc import Iterator, Sequence
 from typing import cast
 

@@ -31,10 +31,9 @@ def _any(*words: str) -> "re.Pattern[str]":
 _OWN: dict[str, Group] = {
     **dict.fromkeys(("score", "choose", "count", "place", "gather", "up", "down", "join"), "moe"),
     **dict.fromkeys(("attend", "combine", "mend"), "attention"),
-    **dict.fromkeys(("rows_kernel", "absorbed_kernel", "values_kernel"), "gemm"),
-    **dict.fromkeys(
-        ("expanded_kernel", "keys_kernel", "table_kernel", "queries_kernel"), "elementwise"
-    ),
+    **dict.fromkeys(("rows_kernel", "fixed_kernel", "absorbed_kernel", "values_kernel"), "gemm"),
+    **dict.fromkeys(("expanded_kernel", "keys_kernel", "table_kernel"), "elementwise"),
+    "queries_kernel": "elementwise",
 }
 # Read in this order: what is special before what is common (a grouped product is a product too).
 _NAMES: tuple[tuple[Group, "re.Pattern[str]"], ...] = (

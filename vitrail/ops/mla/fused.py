@@ -1,5 +1,6 @@
 """The steps around latent attention in Triton: one launch each. Legend: see `naive`."""
 
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -15,7 +16,7 @@ MAX_UNROLLED = 4  # tokens that take turns over weights in registers; more are r
 MATRIX_ROWS = 16  # the fewest
 R_BLOCK = 64
 E_BLOCK = 16
-MAX_VALUE_TOKENS = 512  # beyond, the batched product of the library
+MAX_VALUE_TOKENS = 128  # beyond, the batched product of the library
 
 
 class Tile(NamedTuple):
@@ -56,11 +57,8 @@ def expanded_queries(
         into.cache_NPC,
         row_TX.stride(0),
         *_cache_arguments(into, norm),
-        H=sizes.heads,
-        N=sizes.nope,
         H_BLOCK=triton.next_power_of_2(sizes.heads),
-        **_row_constants(turns, sizes, into),
-        num_warps=4,
+        **_row_constants(sizes, turns.interleaved, into.cache_NPC.dtype),
     )
     return q_THD
 
@@ -99,14 +97,11 @@ def absorbed_queries(
         row_TX.stride(0),
         k_b_HNR.stride(0),
         *_cache_arguments(into, norm),
-        H=sizes.heads,
-        N=sizes.nope,
         TILE_T=shape.tokens,
         N_BLOCK=max(triton.next_power_of_2(sizes.nope), MATRIX_ROWS),
         R_BLOCK=R_BLOCK,
         DOT=shape.dot,
-        **_row_constants(turns, sizes, into),
-        num_warps=4,
+        **_row_constants(sizes, turns.interleaved, into.cache_NPC.dtype),
     )
     return q_THC
 
@@ -168,17 +163,8 @@ def expanded_keys(
             row_TC,
             k_THD,
             row_TC.stride(0),
-            H=sizes.heads,
-            N=sizes.nope,
-            P=sizes.rope,
-            KV_HEAD=sizes.nope + sizes.value,
-            R=sizes.rank,
-            H_BLOCK=triton.next_power_of_2(sizes.heads),
-            N_BLOCK=triton.next_power_of_2(sizes.nope),
-            P_BLOCK=triton.next_power_of_2(sizes.rope),
-            E_BLOCK=triton.next_power_of_2(sizes.value),
             MEND=mend,
-            num_warps=4,
+            **_key_constants(sizes),
         )
     return k_THD, kv_THX[..., sizes.nope :]
 
@@ -202,12 +188,34 @@ def _cache_arguments(into: LatentSlots, norm: LatentNorm) -> tuple[int | float, 
     return (*cache_NPC.stride()[:2], cache_NPC.shape[1], norm.eps, 1 / into.scale)
 
 
-def _row_constants(turns: Turns, sizes: MlaSizes, into: LatentSlots) -> dict[str, int | bool]:
+@cache
+def _row_constants(sizes: MlaSizes, interleaved: bool, stored: torch.dtype) -> dict[str, int]:
+    """Of kernels that make cache rows; the same for every layer of a model."""
     return {
+        "H": sizes.heads,
+        "N": sizes.nope,
         "F": sizes.rope // 2,
         "R": sizes.rank,
         "F_BLOCK": triton.next_power_of_2(sizes.rope // 2),
         "R_ALL": triton.next_power_of_2(sizes.rank),
-        "INTERLEAVED": turns.interleaved,
-        "E4M3": into.cache_NPC.dtype == torch.float8_e4m3fn,
+        "INTERLEAVED": interleaved,
+        "E4M3": stored == torch.float8_e4m3fn,
+        "num_warps": 4,
+    }
+
+
+@cache
+def _key_constants(sizes: MlaSizes) -> dict[str, int]:
+    """Of `keys_kernel`."""
+    return {
+        "H": sizes.heads,
+        "N": sizes.nope,
+        "P": sizes.rope,
+        "KV_HEAD": sizes.nope + sizes.value,
+        "R": sizes.rank,
+        "H_BLOCK": triton.next_power_of_2(sizes.heads),
+        "N_BLOCK": triton.next_power_of_2(sizes.nope),
+        "P_BLOCK": triton.next_power_of_2(sizes.rope),
+        "E_BLOCK": triton.next_power_of_2(sizes.value),
+        "num_warps": 4,
     }
