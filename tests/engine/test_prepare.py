@@ -1,6 +1,9 @@
 """`Preparer` without an engine: lengths, choices, pictures' limits, order of text and pictures."""
 
 import json
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +51,7 @@ def preparer(folder: Path) -> Preparer:
 
 
 def make(folder: Path, facts: ServingFacts = FACTS, **choices: Any) -> Preparer:
-    config = EngineConfig(model=str(folder), max_images=3, **choices)
+    config = EngineConfig(model=str(folder), **{"max_images": 3, **choices})
     checkpoint = open_checkpoint(config.model)
     return Preparer(config, checkpoint, load_assets(checkpoint), facts)
 
@@ -254,3 +257,33 @@ def test_pictures_opened_side_by_side_keep_their_order(folder: Path):
     finding = refusal(chat, made, images[0], long, picture(224, 112))
     alone = refusal(chat, made, long)
     assert (finding.saw, finding.code) == (alone.saw, alone.code)
+
+
+def test_a_request_of_many_pictures_lets_others_take_turns(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """The second of two requests does not wait for all pictures of the first; and what nobody asks
+    for any more is not opened."""
+    made = make(folder, image_workers=1, max_images=20)
+    whole, opened = Preparer._open, list[int]()
+    begun = threading.Event()
+
+    def slow(self: Preparer, picture: Picture, *rest: Any) -> Any:
+        begun.set()
+        time.sleep(0.02)
+        parts = whole(self, picture, *rest)
+        opened.append(parts[0].grid.width)
+        return parts
+
+    monkeypatch.setattr(Preparer, "_open", slow)
+    with ThreadPoolExecutor(1) as others:
+        first = others.submit(chat, made, *[picture(56, 56)] * 16)
+        assert begun.wait(10)
+        chat(made, picture(84, 84), picture(84, 84))
+        first.result()
+    assert len(opened) == 18
+    assert 6 not in opened[8:], opened
+    opened.clear()
+    refusal(chat, made, picture(7200, 2), *[picture(56, 56)] * 16)
+    time.sleep(0.2)
+    assert len(opened) <= 4, opened

@@ -2,10 +2,13 @@
 API, the terminal and the server share it, so that everything a client can get wrong is found here,
 before the engine and before any response header. Thread-safe; no torch."""
 
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections import deque
+from collections.abc import Callable, Generator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass, replace
 from hashlib import blake2b
+from itertools import islice
 from pathlib import Path
 from threading import Event
 
@@ -283,8 +286,28 @@ class Preparer:
         stills = [p for p in pictures if not p.is_frame]
         if len(stills) < 2:
             return [opened(p) for p in pictures]
-        made = self._openers.map(opened, stills)
-        return [opened(p) if p.is_frame else next(made) for p in pictures]
+        with closing(self._side_by_side(opened, stills)) as made:
+            return [opened(p) if p.is_frame else next(made) for p in pictures]
+
+    def _side_by_side(
+        self, opened: Callable[[Picture], tuple[PatchedImage, ...]], pictures: Sequence[Picture]
+    ) -> Generator[tuple[PatchedImage, ...]]:
+        """What `opened` gives of each, in order. No more than keep the threads busy are queued:
+        other requests' pictures take turns with these. Whoever stops asking ends the rest."""
+        todo, waiting = iter(pictures), deque[Future[tuple[PatchedImage, ...]]]()
+
+        def queue(count: int) -> None:
+            waiting.extend(self._openers.submit(opened, p) for p in islice(todo, count))
+
+        try:
+            queue(2 * self._config.image_workers)
+            while waiting:
+                made = waiting.popleft().result()
+                queue(1)
+                yield made
+        finally:
+            for each in waiting:
+                each.cancel()
 
     def _open(
         self,
