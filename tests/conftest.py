@@ -41,6 +41,10 @@ if not torch.cuda.is_available():
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--nightly", action="store_true", help="also run what CI has no time for")
+    parser.addoption("--checkpoint", help="a model to be asked multiple-choice questions")
+    parser.addoption("--questions", help="the questions, a JSONL file")
+    parser.addoption("--style", default="letters", help="letters or words: how choices are put")
+    parser.addoption("--at-least", default="0", help="the share of right answers that it must have")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
