@@ -1,7 +1,7 @@
 """Does anything grow? 200 requests of the demo model at once, with pictures, aborts and repeats,
 for minutes; resident memory is read all along. The caches are small, so that they are soon full.
 
-    python bench/churn.py [--minutes 10] [--running 200]
+    python bench/churn.py [--minutes 10] [--running 200] [--cache-mb 64]
 
 Reads both what the process holds (resident) and what it has asked for and not given back (in use,
 from the C allocator): the first may creep for a while as free memory is cut into pieces, the second
@@ -80,6 +80,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--minutes", type=float, default=10)
     parser.add_argument("--running", type=int, default=200)
+    parser.add_argument("--cache-mb", type=int, default=64, help="MiB of keys and values")
     args = parser.parse_args()
     torch.set_num_threads(1)
     rng = random.Random(0)
@@ -87,7 +88,7 @@ def main() -> int:
         DEMO,
         device="cpu",
         max_running=args.running,
-        kv_cache_bytes=64 << 20,
+        kv_cache_bytes=args.cache_mb << 20,
         encoder_cache_bytes=8 << 20,
     )
     source = requests(llm, rng)

@@ -51,9 +51,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     no_gpu = pytest.mark.skip(reason="needs a CUDA device; torch sees none")
     no_night = pytest.mark.skip(reason="longer than CI allows; run with --nightly")
     for item in items:
-        if "gpu" in item.keywords and not torch.cuda.is_available():
+        # marks, not keywords: those hold the names of folders too
+        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(no_gpu)
-        if "nightly" in item.keywords and not config.getoption("--nightly"):
+        if item.get_closest_marker("nightly") and not config.getoption("--nightly"):
             item.add_marker(no_night)
 
 

@@ -21,6 +21,7 @@ import msgspec
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 PATIENCE_S = 10.0  # for killed processes to be gone
+STACKS_S = 5.0  # for stacks to be written
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
@@ -42,10 +43,12 @@ def main(argv: list[str]) -> int:
     child: subprocess.Popen[bytes] | None = None
     try:
         child = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
-        with contextlib.suppress(subprocess.TimeoutExpired):
+        try:
             code = child.wait(timeout=limit_s)
+        except subprocess.TimeoutExpired:
+            strays = ask_for_stacks(child)
     finally:  # an interrupted cage leaves nothing either
-        strays = end_descendants(child.pid if child else None)
+        strays += end_descendants(child.pid if child else None)
     usage = resource.getrusage(resource.RUSAGE_CHILDREN)
     made = Report(
         code=code,
@@ -64,6 +67,17 @@ def adopt() -> None:
         libc = ctypes.CDLL(None)
         libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+
+
+def ask_for_stacks(child: subprocess.Popen[bytes]) -> list[str]:
+    """End a process by SIGABRT, at which Python's faulthandler (pytest enables it) writes the
+    stacks of all threads. Returns its command line."""
+    name = _command(child.pid)
+    child.send_signal(signal.SIGABRT)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        child.wait(timeout=STACKS_S)
+        return [name]
+    return []  # it is ended, and named, with the others
 
 
 def end_descendants(group: int | None) -> list[str]:

@@ -116,7 +116,7 @@ def wilson(right: int, total: int, z: float = Z95) -> tuple[float, float]:
     share, z2 = right / total, z * z
     middle = (share + z2 / (2 * total)) / (1 + z2 / total)
     half = z / (1 + z2 / total) * math.sqrt(share * (1 - share) / total + z2 / (4 * total**2))
-    return max(0.0, middle - half), min(1.0, middle + half)
+    return (middle - half if right else 0.0), (middle + half if right < total else 1.0)
 
 
 def _bad(where: str, saw: str) -> Finding:

@@ -21,7 +21,7 @@ def add_nightly(command: argparse.ArgumentParser) -> None:
     """`vitrail nightly [flags] [-- arguments of pytest]`."""
     add = command.add_argument
     add("--suite", action="append", choices=SUITES, help="repeatable (default: all)")
-    add("--only", default="", help="jobs whose name has this in it")
+    add("--only", action="append", help="jobs whose name has this in it; repeatable")
     add("--root", type=Path, default=Path(), help="the checkout (default: the folder here)")
     add("--list", action="store_true", help="say what would run, and run nothing")
     add("--shard", default="1/1", metavar="I/N", help="the I-th of N parts of about equal minutes")
@@ -82,11 +82,12 @@ def chosen(args: argparse.Namespace, root: Path) -> list[Job]:
     found: list[Job] = [
         job
         for job in accept(collect(root))
-        if (not args.suite or job.suite in args.suite) and args.only in job.name
+        if (not args.suite or job.suite in args.suite)
+        and (not args.only or any(part in job.name for part in args.only))
     ]
     part, count = _shard(args.shard)
     if not found:
-        saw = f"no job of {args.suite or 'any suite'} with {args.only!r}"
+        saw = f"no job of {args.suite or 'any suite'} with {args.only or 'any name'}"
         raise Refused(_bad("--suite", saw, "at least one job", "see --list"))
     return shards(found, count)[part - 1]
 

@@ -45,7 +45,7 @@ def _case(node: Xml.Element) -> Case:
 def _id(node: Xml.Element) -> str:
     """file::test; of a file that could not be collected, the file."""
     name, place = node.get("name", ""), node.get("classname", "")
-    file = node.get("file")
-    if file is None and not place:
-        return name.replace(".", "/") + ".py"
-    return f"{file or place.replace('.', '/') + '.py'}::{name}"
+    if not place:
+        return node.get("file", name.replace(".", "/") + ".py")
+    file = node.get("file", place.replace(".", "/") + ".py")
+    return f"{file}::{name}"

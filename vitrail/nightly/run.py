@@ -21,7 +21,6 @@ from vitrail.nightly.speed import slower
 MORE_TRIES = 2  # of what is statistical: both must pass
 # pytest's own exit codes beside 0 and 1
 PYTEST_CODES = {2: "interrupted", 3: "an internal error", 4: "a wrong call", 5: "no test found"}
-DUMP_S = 5.0  # stacks of all threads are written so long before a process is ended
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +45,6 @@ def run_night(
     jobs: Sequence[Job], setting: Setting, tell: Callable[[JobRecord], None] = lambda _: None
 ) -> Night:
     """All jobs in the order given; `tell` hears of each when it is done."""
-    setting.out.mkdir(parents=True, exist_ok=True)
     began = datetime.now(UTC).isoformat(timespec="seconds")
     records: list[JobRecord] = []
     for number, job in enumerate(jobs):
@@ -93,6 +91,7 @@ def _recorded(
 
 def run_once(job: Job, setting: Setting, stem: str) -> Attempt:
     """One process: pytest on the job's file, its report read and judged."""
+    setting.out.mkdir(parents=True, exist_ok=True)
     xml, log, ended = (setting.out / f"{stem}.{end}" for end in ("xml", "log", "json"))
     for stale in (xml, ended):
         stale.unlink(missing_ok=True)
@@ -101,7 +100,7 @@ def run_once(job: Job, setting: Setting, stem: str) -> Attempt:
         *(sys.executable, "-P", cage.__file__, f"{limit_s}", str(ended)),
         *(sys.executable, "-m", "pytest", *job.targets, "--nightly", "--tb=native"),
         *(f"--junitxml={xml}", "-o", "junit_family=xunit1", "-o", "junit_logging=all"),
-        *("-o", "timeout=0", "-o", f"faulthandler_timeout={max(limit_s - DUMP_S, limit_s / 2)}"),
+        *("-o", "timeout=0"),
         *setting.extra,
     ]
     began = time.monotonic()

@@ -12,7 +12,9 @@ Kind = Literal["numerics", "crash", "hang", "memory", "speed", "infrastructure",
 MAX_TITLE = 300
 CARRIER = "vitrail/config/finding.py"  # where refusals are raised that were found elsewhere
 
-FRAME = re.compile(r'^\s*File "([^"\n]+)", line \d+,? in (\S+)', re.M)
+# `File "x.py", line 1, in f` (traceback), without the comma (faulthandler), and pytest's short form
+# of what could not be collected: `x.py:1: in f`
+FRAME = re.compile(r'^\s*(?:File "([^"\n]+)", line \d+,?|(\S+\.py):\d+:) in (\S+)', re.M)
 # a column of its own: the exception's line of a traceback, `pkg.Type: message`
 ERROR = re.compile(r"^(?:E\s+)?((?:\w+\.)*[A-Z]\w*)(?:: (.*))?$")
 CHAINED = "The above exception was the direct cause of the following exception:"
@@ -34,6 +36,11 @@ class Frame(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.file}:{self.function}"
+
+
+def frames_of(text: str) -> list[Frame]:
+    """Every frame in the order of the text."""
+    return [Frame(_relative(m[1] or m[2]), m[3]) for m in FRAME.finditer(text)]
 
 
 class Cause(NamedTuple):
@@ -87,7 +94,7 @@ def cause_of_case(case: Case) -> Cause:
     logged and that has (a step's, which the engine isolates) is the cause."""
     if case.message.startswith("slower: "):
         name = case.message.removeprefix("slower: ").split(" takes ")[0]
-        return Cause("speed", f"slower: {name}", case.id, case.trace)
+        return Cause("speed", f"slower: {name}", case.id.split("[")[0], case.trace)
     own = _read(case.trace or case.message)
     if not own.frame.startswith("vitrail/"):
         logged = [_read(block) for block in _logged(case.said)]
@@ -116,7 +123,7 @@ def cause_of_attempt(attempt: Attempt) -> Cause:
 
 def _read(trace: str) -> Cause:
     block = _root(trace)
-    frames = [Frame(_relative(m[1]), m[2]) for m in FRAME.finditer(block)]
+    frames = frames_of(block)
     error, message = _error(block)
     frame = _ours(frames)
     title = " ".join(f"{error}: {message}".split())[:MAX_TITLE] if message else error
@@ -135,7 +142,7 @@ def trimmed(trace: str) -> str:
         if line.startswith("Traceback ("):
             waiting = True
         elif waiting:
-            ours = frame and _relative(frame[1]).startswith(("vitrail/", "tests/"))
+            ours = frame and frames_of(line)[0].file.startswith(("vitrail/", "tests/"))
             if line.startswith("  ") and not ours:
                 continue
             waiting = False
@@ -151,14 +158,17 @@ def _root(trace: str) -> str:
 
 
 def _error(block: str) -> tuple[str, str]:
-    """(type, message with its first lines) of the exception at the end of a traceback."""
+    """(type, first line of its message) of the exception at the end of a traceback; of a message
+    whose first line only announces the others, the next one too."""
     lines = block.strip().splitlines()
     last_frame = max((i for i, line in enumerate(lines) if FRAME.match(line)), default=-1)
     for i in range(last_frame + 1, len(lines)):
         found = ERROR.match(lines[i])
         if found:
-            more = " ".join(line.strip() for line in lines[i + 1 : i + 4])
-            return found[1].split(".")[-1], f"{found[2] or ''} {more}".strip()
+            first = (found[2] or "").strip()
+            more = [line.strip() for line in lines[i + 1 :] if line.strip()]
+            announces = not first or first.endswith((":", "!"))
+            return found[1].split(".")[-1], " ".join([first, *more[:1]] if announces else [first])
     return (lines[-1].strip(), "") if lines else ("no traceback", "")
 
 
@@ -209,6 +219,6 @@ def _dumped(tail: str) -> list[Frame]:
     """The stack of the thread that says most, from the outermost, of those that faulthandler wrote
     last: the one of a package's frame, else of a test's."""
     blocks = re.split(r"^(?=(?:Current thread|Thread) 0x)", tail, flags=re.M)[1:]
-    stacks = [[Frame(_relative(m[1]), m[2]) for m in FRAME.finditer(b)][::-1] for b in blocks]
+    stacks = [frames_of(block)[::-1] for block in blocks]
     telling = [s for s in stacks if any(f.function.startswith("test_") for f in s)]
     return (telling or stacks or [[]])[-1]

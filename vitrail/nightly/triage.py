@@ -128,11 +128,11 @@ def _of(record: JobRecord, attempt: Attempt) -> Iterator[Sighting]:
 
 
 def _passed(night: Night) -> Iterator[str]:
-    """Tests that passed, and jobs that did."""
+    """Tests that passed, whatever became of their job, and jobs that did."""
     for record in night.jobs:
+        yield from (c.id for c in _last(record) if c.outcome == "passed")
         if record.outcome == "passed":
             yield record.job.name
-            yield from (c.id for c in _last(record) if c.outcome == "passed")
 
 
 def _last(record: JobRecord) -> tuple[Case, ...]:
