@@ -1,6 +1,8 @@
 """Marks are read from the syntax, strictly; shards are balanced and always the same."""
 
 import ast
+import re
+from argparse import ArgumentParser
 from pathlib import Path
 
 import pytest
@@ -8,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.nightly.tree import job, write_tree
-from vitrail.config.finding import Finding
+from vitrail.config.finding import Finding, Refused
 from vitrail.nightly.collect import GATES, collect, read_file
+from vitrail.nightly.flags import add_nightly
 from vitrail.nightly.records import Job
 from vitrail.nightly.register import shards
 
@@ -121,3 +124,41 @@ def test_shards_are_balanced_complete_and_the_same_for_any_order(minutes, count,
         assert [j.minutes for j in part] == sorted((j.minutes for j in part), reverse=True)
     order.shuffle(jobs)
     assert shards(jobs, count) == made
+
+
+def test_the_workflow_calls_the_night_as_it_is():
+    """Every flag that it uses exists, and it names no host."""
+    text = (ROOT / ".github/workflows/nightly.yml").read_text()
+    assert not re.search(r"https?://|--index", text)
+    calls = re.findall(r"flags\+=\((--\S+)|vitrail nightly (.*)", text)
+    used = {word for call in calls for part in call for word in re.findall(r"--[a-z-]+", part)}
+    assert used == {"--suite", "--against", "--shard", "--out", "--read", "--bisect"}
+    parser = ArgumentParser()
+    add_nightly(parser)
+    assert used <= set(parser._option_string_actions)
+
+
+def test_a_call_lists_picks_and_refuses(capsys: pytest.CaptureFixture[str]):
+    parser = ArgumentParser()
+    add_nightly(parser)
+
+    def call(*flags: str) -> str:
+        args = parser.parse_args(["--root", str(ROOT), "--list", *flags])
+        assert args.run(args) == 0
+        return capsys.readouterr().out
+
+    kernels = call("--suite", "kernels")
+    assert "kernels: tests/nightly/test_demo_kernels.py" in kernels
+    assert "parity:" not in kernels
+    parts = [call("--suite", "kernels", "--shard", f"{i}/3").splitlines()[:-1] for i in (1, 2, 3)]
+    assert sorted(line for part in parts for line in part) == sorted(kernels.splitlines()[:-1])
+    for flags, saw in (
+        (("--only", "no such job"), "no job of any suite"),
+        (("--shard", "4/3"), "'4/3'"),
+        (("--bisect", "abc"), "'abc'"),
+    ):
+        with pytest.raises(Refused, match=saw):
+            call(*flags)
+    args = parser.parse_args(["--root", str(ROOT), "--model", "m", "--only", "test_demo_kernels"])
+    with pytest.raises(Refused, match="both or neither"):
+        args.run(args)

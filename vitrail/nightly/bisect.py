@@ -22,14 +22,18 @@ PACKAGE_ROOT = Path(__file__).parents[2]
 
 
 class Search(msgspec.Struct, frozen=True, kw_only=True):
-    """What a probe needs: the job, the cause's key and pytest's further arguments."""
+    """What a probe needs: the job, the cause's key, pytest's further arguments, and what speed is
+    held to."""
 
     job: Job
     key: str
     extra: tuple[str, ...] = ()
+    baseline: dict[str, list[float]] = {}
 
 
-def search_of(group: Group, extra: tuple[str, ...]) -> Search:
+def search_of(
+    group: Group, extra: tuple[str, ...], baseline: dict[str, list[float]] | None = None
+) -> Search:
     """The shortest way to see a cause again: its first test alone, or its job where no test of it
     reported."""
     first = group.sightings[0]
@@ -37,15 +41,20 @@ def search_of(group: Group, extra: tuple[str, ...]) -> Search:
     job = first.record.job
     if found and file == job.file:
         job = msgspec.structs.replace(job, tests=(test,), without=())
-    return Search(job=job, key=group.key, extra=extra)
+    return Search(job=job, key=group.key, extra=extra, baseline=baseline or {})
 
 
 def probe(search: Search, tree: Path) -> int:
     """Is the cause there in this tree? An exit code of `git bisect run`."""
     with tempfile.TemporaryDirectory() as out:
-        setting = Setting(root=tree, out=Path(out), extra=search.extra, gpus=("any",) * 8)
-        # the GPUs were there when it was seen; asking again is not a probe's business
-        job = msgspec.structs.replace(search.job, kind="", statistical=False)
+        setting = Setting(
+            root=tree,
+            out=Path(out),
+            extra=search.extra,
+            gpus=("any",) * 8,  # they were there when it was seen: not a probe's business
+            baseline=search.baseline,
+        )
+        job = msgspec.structs.replace(search.job, kind="")
         record = run_job(job, setting, "probe")
     keys = {g.key for g in grouped(Night(commit="", began="", machine="", jobs=(record,)))}
     if search.key in keys:

@@ -48,6 +48,8 @@ def nightly(args: argparse.Namespace) -> int:
     from vitrail.nightly.triage import triage
 
     root = args.root.resolve()
+    if args.bisect:
+        _range(args.bisect)
     issues = read_known(args.known)  # before hours are spent
     before = load(args.against) if args.against else None
     baseline = load(args.baseline) if args.baseline else before
@@ -62,7 +64,7 @@ def nightly(args: argparse.Namespace) -> int:
     save(night, args.out / "results.json")
     made = triage(night, before, issues, datetime.now(UTC).date(), root)
     if args.bisect or args.commits:
-        made = _bisected(made, args, root)
+        made = _bisected(made, args, root, baseline)
     blocks = page(made)
     (args.out / "digest.md").write_text(markdown(blocks))
     (args.out / "digest.html").write_text(html_page(blocks))
@@ -140,22 +142,29 @@ def _checkpoint(args: argparse.Namespace) -> list[str]:
     ]
 
 
-def _bisected(made: "Triage", args: argparse.Namespace, root: Path) -> "Triage":
-    found = [_with_first_bad(group, args, root) for group in made.new]
-    return msgspec.structs.replace(made, new=tuple(found))
-
-
-def _with_first_bad(group: "Group", args: argparse.Namespace, root: Path) -> "Group":
+def _bisected(
+    made: "Triage", args: argparse.Namespace, root: Path, baseline: Night | None
+) -> "Triage":
     from vitrail.nightly.bisect import first_bad, first_bad_in_list, search_of
+    from vitrail.nightly.run import measured
 
-    search = search_of(group, tuple(args.pytest))
-    if args.commits:
-        commits = args.commits.read_text().split()
-        return msgspec.structs.replace(group, first_bad=first_bad_in_list(search, root, commits))
-    good, dots, bad = args.bisect.partition("..")
+    held_to = measured(baseline) if baseline else {}
+
+    def found(group: "Group") -> str:
+        search = search_of(group, tuple(args.pytest), held_to)
+        if args.commits:
+            return first_bad_in_list(search, root, args.commits.read_text().split())
+        return first_bad(search, root, *_range(args.bisect))
+
+    groups = [msgspec.structs.replace(group, first_bad=found(group)) for group in made.new]
+    return msgspec.structs.replace(made, new=tuple(groups))
+
+
+def _range(text: str) -> tuple[str, str]:
+    good, dots, bad = text.partition("..")
     if not (good and dots and bad):
-        raise Refused(_bad("--bisect", repr(args.bisect), "GOOD..BAD", "give two commits"))
-    return msgspec.structs.replace(group, first_bad=first_bad(search, root, good, bad))
+        raise Refused(_bad("--bisect", repr(text), "GOOD..BAD", "give two commits"))
+    return good, bad
 
 
 def _bad(where: str, saw: str, rule: str, change: str) -> Finding:
