@@ -12,14 +12,15 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
-def soak(minutes: float, running: int, cache_mb: int) -> None:
-    """Raises AssertionError where memory grew. Few requests and a small cache are soon steady."""
-    said = churned(churn(), minutes, running, cache_mb)
+def soak(minutes: float, **flags: int) -> None:
+    """Raises AssertionError where memory grew. `flags` are churn's: few requests and a small cache
+    are soon steady."""
+    said = churned(churn(), minutes, flags)
     if said:
         raise AssertionError(f"memory grew, kept by {keeper()}; {said}")
 
 
-def churned(module: ModuleType, minutes: float, running: int, cache_mb: int) -> str:
+def churned(module: ModuleType, minutes: float, flags: dict[str, int]) -> str:
     """What grew, "" if nothing did."""
     samples: list[dict[str, float]] = []
     report, grew = module.report_growth, False
@@ -30,10 +31,10 @@ def churned(module: ModuleType, minutes: float, running: int, cache_mb: int) -> 
         grew = len(found) >= 4 and bool(report(found))
         return 0
 
-    flags = (f"--minutes={minutes}", f"--running={running}", f"--cache-mb={cache_mb}")
+    given = [f"--{name.replace('_', '-')}={value}" for name, value in flags.items()]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "report_growth", reported)
-        patch.setattr(sys, "argv", ["churn.py", *flags])
+        patch.setattr(sys, "argv", ["churn.py", f"--minutes={minutes}", *given])
         module.main()
     assert samples, "too slow a machine: not one sample"
     ends = (samples[len(samples) // 4], samples[-1])
@@ -61,7 +62,7 @@ def keeper() -> str:
 
     module.memory_mb = sampled
     tracemalloc.start()
-    churned(module, 0.5, 8, 4)
+    churned(module, 0.5, {"running": 8, "cache_mb": 4})
     tracemalloc.stop()
     kept = snapshots[-1].compare_to(snapshots[len(snapshots) // 2], "lineno")
     ours = [s for s in kept if str(ROOT) in s.traceback[0].filename and s.size_diff > 0]

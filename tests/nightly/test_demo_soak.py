@@ -1,5 +1,5 @@
-"""Does anything of the engine grow? Two minutes of few requests over a small cache, which is soon
-full."""
+"""Does anything of the engine grow? Two minutes of few requests over a small cache, once 300 have
+filled it."""
 
 import pytest
 
@@ -13,4 +13,4 @@ pytestmark = [
 
 
 def test_a_short_soak():
-    soak(2, running=12, cache_mb=4)
+    soak(2, running=12, cache_mb=4, warm_up=300)
