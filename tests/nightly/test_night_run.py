@@ -11,7 +11,7 @@ import pytest
 from tests.nightly.tree import job, setting, write_tree
 from vitrail.nightly.cage import Report
 from vitrail.nightly.records import Case, JobRecord, Night, load, merge, save
-from vitrail.nightly.run import judge, measured, run_job, run_night
+from vitrail.nightly.run import baseline_of, judge, measured, run_job, run_night
 from vitrail.nightly.triage import grouped
 
 HANG = """
@@ -204,3 +204,36 @@ def test_the_environment_is_passed_on(tmp_path: Path, monkeypatch: pytest.Monkey
     root = write_tree(tmp_path / "t", {"tests/test_env.py": text})
     assert run_job(job("test_env.py"), setting(root, tmp_path), "x").outcome == "passed"
     assert os.environ["NIGHT_SAYS"] == "hello"
+
+
+def test_speed_is_held_to_a_night_of_the_same_machine_or_to_nothing(night):
+    record = night[1]["test_good.py"]
+    before = one(record)
+    measures, said = baseline_of(before, "m")
+    assert measures == {"step": [0.1, 0.2, 0.1, 0.2, 0.1]}
+    assert "commit c" in said
+    other, said = baseline_of(before, "another")
+    assert other == {}
+    assert "the baseline is of m, this is another" in said
+    for nothing in (None, one(night[1]["test_bad.py"])):
+        assert baseline_of(nothing, "m")[0] == {}
+
+
+def test_a_measure_that_is_slower_fails_its_test(tmp_path: Path):
+    text = (
+        "def test_a(record_property):\n"
+        "    record_property('measure step', '[0.70, 0.71, 0.69, 0.70, 0.70, 0.71]')\n"
+    )
+    root = write_tree(tmp_path / "t", {"tests/test_speed.py": text})
+    made = job("test_speed.py", statistical=True)
+    before = {"step": [0.0, 0.01, -0.01, 0.0, 0.0, 0.01]}
+    record = run_job(made, setting(root, tmp_path, baseline=before), "x")
+    assert (record.outcome, record.why, len(record.attempts)) == (
+        *("failed", "slower than the baseline"),
+        3,
+    )
+    (group,) = grouped(one(record))
+    assert (group.kind, group.title) == ("speed", "slower: step")
+    assert "takes 2.01 times" in group.sightings[0].cause.trace
+    same = {"step": [0.7, 0.71, 0.69, 0.7, 0.7, 0.71]}
+    assert run_job(made, setting(root, tmp_path, baseline=same), "x").outcome == "passed"

@@ -52,6 +52,7 @@ def page(t: Triage) -> list[Block]:
     blocks: list[Block] = [
         Heading(1, f"Night of {t.night.began[:10]}: {state}"),
         Text(f"Commit {t.night.commit}, {t.night.machine}. {counts}."),
+        *([Text(f"{t.night.speed}.")] if t.night.speed else []),
         _suites(t.night.jobs),
     ]
     for title, groups in (("New", t.new), ("Still failing", t.still), ("Known", t.known)):

@@ -111,14 +111,17 @@ def _listed(jobs: list[Job]) -> int:
 
 
 def _run(args: argparse.Namespace, root: Path, jobs: list[Job], baseline: Night | None) -> Night:
-    from vitrail.nightly.run import Setting, gpus_here, measured, run_night
+    from vitrail.nightly.run import Setting, baseline_of, gpus_here, machine, run_night
 
+    gpus = gpus_here()
+    measures, held_to = baseline_of(baseline, machine(gpus))
     setting = Setting(
         root=root,
         out=args.out.resolve(),
         extra=(*args.pytest, *_checkpoint(args)),
-        gpus=gpus_here(),
-        baseline=measured(baseline) if baseline else {},
+        gpus=gpus,
+        baseline=measures,
+        held_to=held_to,
     )
 
     def tell(record: JobRecord) -> None:
@@ -146,9 +149,9 @@ def _bisected(
     made: "Triage", args: argparse.Namespace, root: Path, baseline: Night | None
 ) -> "Triage":
     from vitrail.nightly.bisect import first_bad, first_bad_in_list, search_of
-    from vitrail.nightly.run import measured
+    from vitrail.nightly.run import baseline_of, gpus_here, machine
 
-    held_to = measured(baseline) if baseline else {}
+    held_to, _ = baseline_of(baseline, machine(gpus_here()))
 
     def found(group: "Group") -> str:
         search = search_of(group, tuple(args.pytest), held_to)

@@ -79,12 +79,14 @@ class JobRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Night(msgspec.Struct, frozen=True, kw_only=True):
-    """A whole run. `began` is UTC, ISO 8601."""
+    """A whole run. `began` is UTC, ISO 8601; `speed` says what speed was held to, or why to
+    nothing."""
 
     format: int = FORMAT
     commit: str
     began: str
     machine: str
+    speed: str = ""
     jobs: tuple[JobRecord, ...]
 
 
@@ -126,6 +128,7 @@ def merge(nights: list[Night]) -> Night:
     return Night(
         commit=commits[0],
         began=min(night.began for night in nights),
-        machine=", ".join(sorted({night.machine for night in nights})),
+        machine="; ".join(sorted({night.machine for night in nights})),
+        speed="; ".join(sorted({night.speed for night in nights if night.speed})),
         jobs=tuple(record for night in nights for record in night.jobs),
     )

@@ -26,14 +26,16 @@ PYTEST_CODES = {2: "interrupted", 3: "an internal error", 4: "a wrong call", 5: 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
     """Where and how jobs run: `root` the checkout, `out` a folder for logs; `extra` arguments for
-    pytest; `gpus` names of those here; `baseline` log ratios by measure of an earlier night; the
-    limit of a job is `factor` times its minutes and `grace_s`."""
+    pytest; `gpus` names of those here; `baseline` log ratios by measure of an earlier night, and
+    `held_to` which night that was; the limit of a job is `factor` times its minutes and
+    `grace_s`."""
 
     root: Path
     out: Path
     extra: tuple[str, ...] = ()
     gpus: tuple[str, ...] = ()
     baseline: dict[str, list[float]] = field(default_factory=dict[str, list[float]])
+    held_to: str = ""
     factor: float = 3.0
     grace_s: float = 60.0
 
@@ -53,7 +55,8 @@ def run_night(
     return Night(
         commit=commit(setting.root),
         began=began,
-        machine=", ".join((platform.machine(), platform.system(), *setting.gpus)),
+        machine=machine(setting.gpus),
+        speed=setting.held_to,
         jobs=tuple(records),
     )
 
@@ -194,6 +197,27 @@ def commit(root: Path) -> str:
         return "unknown"
     changed = subprocess.run([*git, "status", "--porcelain"], capture_output=True, text=True)
     return head.stdout.strip()[:12] + ("+" if changed.stdout else "")
+
+
+def baseline_of(night: Night | None, here: str) -> tuple[dict[str, list[float]], str]:
+    """What speed is held to on this machine, and the sentence that says so: a night of another
+    machine tells nothing, since a yardstick takes out its speed and not its kind."""
+    if night is None or not measured(night):
+        return {}, "Speed is held to nothing: no measures of an earlier night were given"
+    if night.machine != here:
+        return {}, f"Speed is held to nothing: the baseline is of {night.machine}, this is {here}"
+    return measured(night), f"Speed is held to the night of {night.began}, commit {night.commit}"
+
+
+def machine(gpus: Sequence[str]) -> str:
+    """Processor, system and GPUs."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    processor = f"{len(names)} x {names[0]}" if names else platform.machine()
+    return ", ".join((processor, platform.system(), *gpus))
 
 
 def gpus_here() -> tuple[str, ...]:
