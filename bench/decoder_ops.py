@@ -247,7 +247,7 @@ def mla_cases(tokens: int, sweep: bool) -> Iterator[Case]:
         yield Case(f"expanded_queries {name}", calls, turned)
         latents = [r[:, -SIZES.row :].contiguous() for r in rows]
         calls = [
-            lambda r=r, kv=kv, ops=ops: ops.expanded_keys(r, kv.flatten(0, 1), SIZES)
+            lambda r=r, kv=kv, ops=ops: ops.expanded_keys(r, kv.flatten(0, 1), SIZES, False)
             for r, kv in zip(latents, kv_bs, strict=True)
         ]
         moved = 2 * tokens * SIZES.heads * (SIZES.head + SIZES.value)

@@ -32,10 +32,10 @@ from torch.profiler import ProfilerActivity, profile
 from vitrail import SamplingParams
 from vitrail.config.engine import EngineConfig
 from vitrail.engine.build import build_engine
-from vitrail.engine.checkpoint import open_checkpoint
 from vitrail.engine.engine import Engine
 from vitrail.engine.request import EngineRequest
 from vitrail.engine.runner import Runner
+from vitrail.models.checkpoint import open_checkpoint
 
 WARM, OUTPUT, CONTEXT, RUNS = 16, 128, 1024, 3
 PROFILED_STEPS = 12

@@ -1,7 +1,13 @@
 """Kimi-VL-A3B's shape (and a small one of its kind) as a checkpoint without weights, and the least
 that a step of it can take: bytes over plain reads, FLOPs over what such products reach on an
-H200."""
+H200.
 
+    python -m bench.kimi_vl_shape FOLDER
+    vitrail bench offline --model FOLDER --weights random --prompt-tokens 1024 --concurrency 32
+
+There is no tokenizer in it: requests are token ids and pictures, as `vitrail bench` makes them."""
+
+import argparse
 import json
 from pathlib import Path
 from typing import Any
@@ -74,9 +80,20 @@ TINY = {
 TINY_VISION = {"num_attention_heads": 2, "num_hidden_layers": 2, "hidden_size": 64}
 
 
-def write(folder: Path, text: dict[str, Any], vision: dict[str, Any], image: int) -> None:
-    """A checkpoint of one file: config.json."""
-    config = {
+PREPROCESSOR = {
+    "image_processor_type": "KimiVLImageProcessor",
+    "in_token_limit": 4096,
+    "merge_kernel_size": [2, 2],
+    "patch_size": 14,
+    "pad_input": True,
+    "image_mean": [0.5, 0.5, 0.5],
+    "image_std": [0.5, 0.5, 0.5],
+}
+
+
+def config_of(text: dict[str, Any], vision: dict[str, Any], image: int) -> dict[str, Any]:
+    """What config.json holds."""
+    return {
         "architectures": ["KimiVLForConditionalGeneration"],
         "model_type": "kimi_vl",
         "text_config": text,
@@ -86,7 +103,18 @@ def write(folder: Path, text: dict[str, Any], vision: dict[str, Any], image: int
         "vocab_size": text["vocab_size"],
         "tie_word_embeddings": False,
     }
-    (folder / "config.json").write_text(json.dumps(config))
+
+
+def write(folder: Path, text: dict[str, Any], vision: dict[str, Any], image: int) -> None:
+    """A checkpoint of one file: config.json."""
+    (folder / "config.json").write_text(json.dumps(config_of(text, vision, image)))
+
+
+def write_published(folder: Path, num_layers: int = 27) -> None:
+    """The published shape, with as many decoder layers, and its image processor."""
+    folder.mkdir(parents=True, exist_ok=True)
+    write(folder, TEXT | {"num_hidden_layers": num_layers}, VISION, IMAGE)
+    (folder / "preprocessor_config.json").write_text(json.dumps(PREPROCESSOR))
 
 
 def sizes(text: dict[str, Any]) -> tuple[int, int, int, int]:
@@ -131,3 +159,9 @@ def prefill_floor(text: dict[str, Any], count: int, length: int) -> float:
     attended = text["num_hidden_layers"] * length * length * heads * wide
     flops = 2 * count * (length * each + head) + count * attended
     return count * length * FLOPS_PER_S / flops
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", type=Path)
+    write_published(parser.parse_args().folder)

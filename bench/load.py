@@ -23,7 +23,7 @@ import torch
 from safetensors import safe_open
 from torch import nn
 
-from bench.kimi_shape import CONFIG, write_shape
+from bench.kimi_vl_shape import IMAGE, TEXT, VISION, config_of, write_published
 from vitrail.config.finding import accept
 from vitrail.config.model import ModelConfig
 from vitrail.models.registry import load_entry
@@ -32,16 +32,15 @@ from vitrail.weights.headers import INDEX_FILE
 from vitrail.weights.plan import LoadPlan, resolve
 from vitrail.weights.write import tensors_of
 
-ENTRY = load_entry(CONFIG["architectures"][0])
+ENTRY = load_entry("KimiVLForConditionalGeneration")
 SHARD_BYTES = 5 << 30
 POOL = 1 << 25  # different random values, repeated
 CODES = {torch.bfloat16: "BF16", torch.float32: "F32"}
 
 
-def config_of(layers: int) -> tuple[dict[str, Any], ModelConfig]:
-    text = CONFIG["text_config"] | {"num_hidden_layers": layers}
-    raw = CONFIG | {"text_config": text}
-    return raw, accept(ENTRY.read_config(raw, {}))
+def shape_of(layers: int) -> ModelConfig:
+    raw = config_of(TEXT | {"num_hidden_layers": layers}, VISION, IMAGE)
+    return accept(ENTRY.read_config(raw, {}))
 
 
 def module_of(config: ModelConfig) -> nn.Module:
@@ -53,16 +52,14 @@ def write(folder: Path, num_bytes: float) -> None:
     """As many of the 27 layers as fit, two at least."""
     layers = 27
     while layers > 2:
-        _, config = config_of(layers)
-        if sum(p.numel() for p in module_of(config).parameters()) * 2 <= num_bytes:
+        if sum(p.numel() for p in module_of(shape_of(layers)).parameters()) * 2 <= num_bytes:
             break
         layers -= 1
-    raw, config = config_of(layers)
+    config = shape_of(layers)
     module = module_of(config)
     with torch.device("meta"):
         tensors = tensors_of(ENTRY.weight_map(config), dict(module.named_parameters()))
-    write_shape(folder)
-    (folder / "config.json").write_text(json.dumps(raw))
+    write_published(folder, layers)
     generator = torch.Generator().manual_seed(0)
     values = torch.empty(POOL).normal_(0, 0.02, generator=generator)
     pools = {dtype: values.to(dtype).view(torch.uint8).numpy() for dtype in CODES}
@@ -212,14 +209,30 @@ def main() -> None:
 def sweep(
     folder: Path, plan: LoadPlan, config: ModelConfig, device: torch.device, runs: int
 ) -> None:
-    """The direct reads alone, into parameters that are there."""
+    """What a load consists of; then the direct reads alone, into parameters that are there."""
+    clock = [time.perf_counter()]
+
+    def lap() -> float:
+        clock.append(time.perf_counter())
+        return clock[-1] - clock[-2]
+
     module = module_of(config)
-    load.load(plan, module, folder, device)
-    tensors = {n: p.data for n, p in module.named_parameters()}
+    made = lap()
+    tensors = load._materialize(module, {}, device)  # pyright: ignore[reportPrivateUsage]
+    placed = lap()
     spans, others = load._split(plan.reads, folder, tensors)  # pyright: ignore[reportPrivateUsage]
-    print(f"{len(spans)} direct reads, {len(others)} others")
-    for threads in (4, 8, 12, 16):
-        for mib in (2, 4, 8, 16, 32):
+    split = lap()
+    cut = len(direct.segments(spans, direct.SEGMENT_BYTES))
+    joined = lap()
+    for read, value in load._values(others, folder):  # pyright: ignore[reportPrivateUsage]
+        load._box(tensors[read.parameter], read.target).copy_(value)  # pyright: ignore[reportPrivateUsage]
+    other = lap()
+    print(
+        f"seconds: module {made:.3f}, memory {placed:.3f}, {len(spans)} direct reads found "
+        f"{split:.3f}, cut into {cut} segments {joined:.3f}; {len(others)} other reads {other:.3f}"
+    )
+    for threads in (8, 12, 16):
+        for mib in (2, 4, 8, 16):
 
             def once(threads: int = threads, mib: int = mib) -> int:
                 return sum(n for n, _ in direct.fill(spans, folder, device, threads, mib << 20))

@@ -22,7 +22,7 @@ from vitrail.ops.moe import fused
 from vitrail.ops.moe.grouped import grouped_experts
 from vitrail.ops.moe.naive import Routing, naive_experts, naive_route
 from vitrail.ops.moe.plan import Choice, ExpertsShape, direct, experts_plan
-from vitrail.ops.moe.tile import ExpertsPlan, Tile
+from vitrail.ops.moe.tile import ExpertsPlan, Joined, Tile
 
 DEVICE, DTYPE = torch.device("cuda"), torch.bfloat16
 HIDDEN, INNER, ROUTED, TOP_K, SHARED = 2048, 1408, 64, 6, 2
@@ -61,6 +61,10 @@ class Batch(NamedTuple):
     @property
     def floor_us(self) -> float:
         return max(self.bytes / BYTES_PER_S, self.flops / FLOPS_PER_S) * 1e6
+
+
+def mean_floor_us(batches: Sequence[Batch]) -> float:
+    return sum(batch.floor_us for batch in batches) / len(batches)
 
 
 def make_layers() -> list[Layer]:
@@ -140,40 +144,17 @@ def many(bt: int, product: str) -> Iterator[Tile]:
     down = product == "down"
     for bn in (64, 128, 256) if down else (64, 128):
         for stages in (3, 4):
-            one = Tile(bn=bn, bk=64, stages=stages, warps=8, swap=False)
             area = bt * bn * (1 if down else 2)
+            warps = 8 if area > 8192 else 4
+            one = Tile(bn=bn, bk=64, stages=stages, warps=warps, swap=False, halves=True)
             if not fits(one, bt, product) or not 8192 <= area <= 32768:
                 continue
-            if area == 8192:
-                one = replace(one, warps=4)
-            swapped = replace(one, swap=True)
-            yield from (one, replace(one, halves=True), replace(one, sorted=True))
-            yield from (swapped, replace(swapped, halves=True))
-            yield replace(swapped, sorted=True)
+            yield from (one, replace(one, swap=True))
             if down:
-                yield replace(one, sorted=True, halves=True)
-                yield replace(one, sorted=True, programs=132, flat=True)
-
-
-def split(bt: int, product: str) -> Iterator[Tile]:
-    down = product == "down"
-    for swap in (False, True):
-        for bn in (64, 128, 256) if down else (64, 128):
-            for bk, stages in ((64, 3), (64, 4), (128, 2), (128, 3)):
-                for programs in (0, 132):
-                    one = Tile(
-                        bn=bn,
-                        bk=bk,
-                        stages=stages,
-                        warps=4,
-                        swap=swap,
-                        sorted=True,
-                        split=True,
-                        programs=programs,
-                    )
-                    area = bt * bn * (1 if down else 2)
-                    if fits(one, bt, product) and 16384 <= area <= 32768:
-                        yield one
+                yield replace(one, sorted=True)
+                yield replace(one, sorted=True, halves=False, programs=132, flat=True)
+            else:
+                yield replace(one, paired=True)
 
 
 def fits(tile: Tile, bt: int, product: str) -> bool:
@@ -181,32 +162,35 @@ def fits(tile: Tile, bt: int, product: str) -> bool:
     return tile.stages * tile.bk * 2 * rows <= SMEM_BYTES - 3072
 
 
+# Rows of a block that are worth a try.
 BLOCKS = {
     1: (16,),
     2: (16,),
     4: (16,),
     8: (16,),
     16: (16,),
+    24: (16, 32),
     32: (16, 32),
-    64: (16, 32, 64),
-    128: (16, 32, 64),
+    48: (16, 32),
+    64: (16, 32),
+    128: (32, 64),
     256: (32, 64),
-    512: (32, 64),
-    1024: (64, 128),
-    2048: (64, 128),
+    512: (64, 128),
+    1024: (128,),
+    2048: (128,),
     4096: (128,),
     8192: (128,),
     16384: (128,),
 }
 
 
-def sweep(of: str, sizes: Sequence[int]) -> Iterator[tuple[int, str, Tile]]:
+def sweep(sizes: Sequence[int]) -> Iterator[tuple[int, str, Tile]]:
     """(tokens, product, tile), each kernel once."""
     seen = set()
     for tokens in sizes:
         for bt in BLOCKS[tokens]:
             for product in PRODUCTS:
-                for tile in split(bt, product) if of == "split" else tiles(tokens, bt, product):
+                for tile in tiles(tokens, bt, product):
                     plan = ExpertsPlan(bt=bt, up=tile, down=tile)
                     how = direct(tokens, tokens * (TOP_K + SHARED), ROUTED + SHARED, plan)
                     if (bt, product, tile, how) not in seen:
@@ -221,10 +205,10 @@ def one_product(batch: Batch, bt: int, product: str, tile: Tile) -> Callable[[],
     if product == "up":
         return lambda: fused.run_up(x, layer.gate_up, ids, placed, plan)
     act = torch.randn(placed.blocks * bt, INNER, device=DEVICE).to(DTYPE)
-    return lambda: fused.run_down(act, layer.down, ids, placed, plan)
+    return lambda: fused.run_down(act, layer.down, ids, placed, tile, plan)
 
 
-def compile_share(index: int, of: int, what: str, sizes: Sequence[int]) -> None:
+def compile_share(index: int, of: int, sizes: Sequence[int]) -> None:
     """By running each kernel once."""
     experts, empty = ROUTED + SHARED, torch.empty(0, device=DEVICE)
     layer = Layer(
@@ -233,7 +217,7 @@ def compile_share(index: int, of: int, what: str, sizes: Sequence[int]) -> None:
         torch.zeros(experts, 2 * INNER, HIDDEN, dtype=DTYPE, device=DEVICE),
         torch.zeros(experts, HIDDEN, INNER, dtype=DTYPE, device=DEVICE),
     )
-    for i, (tokens, bt, product, tile) in enumerate(sweep(what, sizes)):
+    for i, (tokens, bt, product, tile) in enumerate(sweep(sizes)):
         if i % of == index:
             ids = torch.arange(TOP_K + SHARED, dtype=torch.int32, device=DEVICE)
             ids = ids.expand(tokens, -1).contiguous()
@@ -258,26 +242,28 @@ def correct(name: str, batch: Batch, call: Callable[[], Tensor]) -> bool:
     return got <= 2 * limit
 
 
-def report(name: str, us: float, batch: Batch, share: float = 1.0) -> None:
-    print(
-        f"  {us:8.2f} us {batch.bytes * share / us / 1e6:5.2f} TB/s "
-        f"{batch.flops * share / us / 1e6:6.1f} TFLOP/s  {name}"
-    )
+def report(name: str, us: float, batches: Sequence[Batch], share: float = 1.0) -> None:
+    moved = sum(batch.bytes for batch in batches) / len(batches) * share
+    flops = batches[0].flops * share
+    print(f"  {us:8.2f} us {moved / us / 1e6:5.2f} TB/s {flops / us / 1e6:6.1f} TFLOP/s  {name}")
 
 
 def shown(tile: Tile) -> str:
     words = [f"{tile.bn}x{tile.bk} {tile.stages} stages {tile.warps} warps"]
-    flags = ("swap", "sorted", "flat", "split", "halves", "ahead")
+    flags = ("swap", "sorted", "flat", "halves", "paired", "ahead")
     words += [name for name in flags if getattr(tile, name)]
     return " ".join(words) + (f" {tile.programs} programs" if tile.programs else "")
 
 
-def tune(batches: list[Batch], what: str) -> None:
+def tune(batches: list[Batch]) -> None:
     tokens = len(batches[0].x)
+    for bn, warps in ((1, 2), (1, 4), (2, 4), (2, 8)) if tokens <= 2 else ():
+        up, down = Tile(bn=64, bk=64, stages=4, warps=4), Joined(bn=bn, warps=warps)
+        measure(f"joined {bn} {warps} warps", batches, ExpertsPlan(bt=16, up=up, down=down))
     for bt in BLOCKS[tokens]:
         for product, share in PRODUCTS.items():
             found: list[tuple[float, Tile]] = []
-            for tile in split(bt, product) if what == "split" else tiles(tokens, bt, product):
+            for tile in tiles(tokens, bt, product):
                 try:
                     calls = [one_product(batch, bt, product, tile) for batch in batches]
                     found.append((time_us(calls, 3), tile))
@@ -286,7 +272,7 @@ def tune(batches: list[Batch], what: str) -> None:
             found.sort(key=lambda one: one[0])
             print(f"  {tokens} tokens, blocks of {bt}, {product}: {len(found)} tiles")
             for us, tile in found[:3]:
-                report(shown(tile), us, batches[0], share)
+                report(shown(tile), us, batches, share)
 
 
 def measure(name: str, batches: list[Batch], plan: ExpertsPlan) -> None:
@@ -296,7 +282,7 @@ def measure(name: str, batches: list[Batch], plan: ExpertsPlan) -> None:
         )
 
     if correct(name, batches[0], lambda: call(batches[0])):
-        report(name, time_us([lambda b=b: call(b) for b in batches]), batches[0])
+        report(name, time_us([lambda b=b: call(b) for b in batches]), batches)
 
 
 def parts(batches: list[Batch], plan: ExpertsPlan) -> None:
@@ -308,11 +294,11 @@ def parts(batches: list[Batch], plan: ExpertsPlan) -> None:
     part = torch.randn(ids[0].numel(), HIDDEN, device=DEVICE).to(DTYPE)
     joins = [lambda b=b: fused.join(part, b.routing, experts, plan) for b in batches]
     routes = [
-        lambda b=b: fused.triton_route(b.x, b.layer.router, b.layer.bias, CHOICE, plan.early)
+        lambda b=b: fused.triton_route(b.x, b.layer.router, b.layer.bias, CHOICE, plan)
         for b in batches
     ]
     plain = [lambda b=b: naive_route(b.x, b.layer.router, b.layer.bias, CHOICE) for b in batches]
-    ours, theirs = routes[0](), plain[0]()
+    ours, theirs = routes[0]()[0], plain[0]()
     same = (ours.expert_ids == theirs.expert_ids).float().mean().item()
     print(
         f"  join {time_us(joins):.2f} us, router {time_us(routes):.2f} us (torch "
@@ -320,20 +306,21 @@ def parts(batches: list[Batch], plan: ExpertsPlan) -> None:
     )
 
 
-def case(layers: list[Layer], tokens: int, tuned: str) -> None:
+def case(layers: list[Layer], tokens: int, tuned: bool) -> None:
     torch.manual_seed(tokens)
     gpu = gpu_of(DEVICE)
     whole = [draw(layer, tokens, True) for layer in layers]
     routed = [draw(layer, tokens, False) for layer in layers]
     print(
-        f"== {tokens} tokens: floors {routed[0].floor_us:.1f} us routed, "
-        f"{whole[0].floor_us:.1f} us with shared"
+        f"== {tokens} tokens: floors {mean_floor_us(routed):.1f} us routed, "
+        f"{mean_floor_us(whole):.1f} us with shared"
     )
     if tuned:
-        tune(whole, tuned)
+        tune(whole)
     plan = experts_plan(tokens, ExpertsShape(HIDDEN, INNER, ROUTED + SHARED, TOP_K + SHARED), gpu)
     measure("routed", routed, plan)
-    measure("routed, one after the other", routed, replace(plan, early=False))
+    if tuned:
+        measure("routed, one after the other", routed, replace(plan, early=False))
     measure("with shared", whole, plan)
     layer_calls = [
         lambda b=b: fused.triton_mixture(
@@ -341,25 +328,25 @@ def case(layers: list[Layer], tokens: int, tuned: str) -> None:
         )
         for b in whole
     ]
-    report("layer", time_us(layer_calls), whole[0])
+    report("layer", time_us(layer_calls), whole)
     if not tuned:
         grouped = [
             lambda b=b: grouped_experts(b.x, b.routing, b.layer.gate_up, b.layer.down)
             for b in routed
         ]
-        report("routed, torch's grouped product", time_us(grouped), routed[0])
+        report("routed, torch's grouped product", time_us(grouped), routed)
     parts(whole, plan)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--tokens", default="1,8,32,256,2048,8192")
-    parser.add_argument("--tune", choices=("", "tiles", "split"), default="")
+    parser.add_argument("--tune", action="store_true")
     parser.add_argument("--compile", nargs=2, type=int)
     args = parser.parse_args()
     sizes = [int(tokens) for tokens in args.tokens.split(",")]
     if args.compile:
-        compile_share(*args.compile, args.tune or "tiles", sizes)
+        compile_share(*args.compile, sizes)
         return
     print(torch.cuda.get_device_name(), torch.__version__)
     layers = make_layers()

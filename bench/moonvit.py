@@ -11,6 +11,9 @@ them, a picture's time on the CPU, the rows in a graph. `--tiny`: small sizes on
 that the script runs; its figures mean nothing."""
 
 import argparse
+import cProfile
+import io
+import pstats
 import time
 import traceback
 from collections import defaultdict
@@ -32,6 +35,9 @@ from vitrail.attention.plan import PlanLimits, PlanTable, make_table
 from vitrail.attention.shape import Phase
 from vitrail.config.hardware import CPU, from_device
 from vitrail.config.model import MoonVitConfig
+from vitrail.engine.encode import patches_of
+from vitrail.engine.encode_graphs import UNIT, EncodeGraphs, ladder
+from vitrail.engine.step import EncodeJob
 from vitrail.models.kimi_vl.processor import KimiVLProcessor
 from vitrail.ops.dispatch import select_vision
 from vitrail.ops.vision import naive
@@ -84,7 +90,7 @@ class Bench:
     def __init__(self, config: MoonVitConfig, dtype: torch.dtype, device: torch.device):
         torch.manual_seed(0)
         self.config, self.device, self.dtype = config, device, dtype
-        with torch.device("cpu"):
+        with torch.device(device):
             self.tower = MoonVit(config, torch.float32)
             self.projector = MergeProjector(config, TEXT_HIDDEN, torch.float32)
         for part in (self.tower, self.projector):
@@ -112,6 +118,9 @@ class Bench:
         count = sum(h * w for h, w in sizes)
         made = torch.randint(0, 256, (count, 3 * self.config.patch_size**2), dtype=torch.uint8)
         return made.to(self.device)
+
+    def encode_patches(self, patches: Tensor, sizes: Sizes | Grids, plans: PlanTable) -> Tensor:
+        return self.tower(patches, sizes, plans)
 
     def __call__(self, patches: Tensor, sizes: Sizes, plans: PlanTable) -> Tensor:
         return self.projector(self.tower(patches, sizes, plans), sizes)
@@ -214,7 +223,7 @@ def time_rows(half: Bench, rows: dict[str, tuple[Sizes, float]], prefer: str | N
         patches, plans = half.patches(sizes), half.plans(sizes, prefer)
         call = partial(half, patches, sizes, plans)
         taken, host = clock(call, half.device), enqueue(call, half.device)
-        plain = clock(lambda p=patches, s=sizes: half.plain(p, s), half.device, 5)
+        plain = clock(lambda p=patches, s=sizes: half.plain(p, s), half.device, 2)
         work = sum(flops(half.config, sizes))
         line = f"{name:12s} {len(patches):6d} patches: {taken * 1e3:7.2f} ms (goal {goal}), "
         line += f"host {host * 1e3:.2f} ms, {work / taken / 1e12:.0f} TFLOP/s; "
@@ -223,11 +232,46 @@ def time_rows(half: Bench, rows: dict[str, tuple[Sizes, float]], prefer: str | N
 
 
 def graphs(half: Bench, rows: dict[str, tuple[Sizes, float]], prefer: str | None) -> None:
-    """The same rows in a graph: what launches cost."""
-    for name, (sizes, _) in rows.items():
+    """The rows as the engine runs them: the tower in the graphs of a budget of 5,352 patches where
+    they fit, the projector launch by launch."""
+    budget = (1, 5352)
+    began, before = time.perf_counter(), torch.cuda.memory_reserved()
+    plans, rungs = half.plans([budget] * 9, prefer), ladder(5352, UNIT, 5352)
+    made = EncodeGraphs(half, plans, half.config, rungs, half.device)
+    made.capture()
+    taken, held = time.perf_counter() - began, torch.cuda.memory_reserved() - before
+    print(f"{len(made)} graphs in {taken:.2f} s, {held >> 20} MiB")
+    for name, (sizes, goal) in rows.items():
         patches, plans = half.patches(sizes), half.plans(sizes, prefer)
-        taken = replay(lambda _, p=patches, s=sizes, t=plans: half(p, s, t), half.device, 5)
-        print(f"{name:12s} in a graph {taken * 1e3:.2f} ms", flush=True)
+        want, got = half.tower(patches, sizes, plans), made.run(patches, sizes)
+        if got is None:
+            continue
+        off = ((got - want).float().norm() / want.float().norm()).item()
+
+        def call(p: Tensor = patches, s: Sizes = sizes) -> None:
+            features = made.run(p, s)
+            assert features is not None
+            half.projector(features, s)
+
+        taken, host = clock(call, half.device), enqueue(call, half.device)
+        print(
+            f"{name:12s} {len(patches):6d} patches by graphs: {taken * 1e3:.2f} ms (goal {goal}), "
+            f"host {host * 1e3:.2f} ms, off by {off:.3g} of the norm",
+            flush=True,
+        )
+
+
+def launches(half: Bench, sizes: Sizes, prefer: str | None) -> None:
+    """Where the host's time goes, launch by launch."""
+    patches, plans = half.patches(sizes), half.plans(sizes, prefer)
+    half(patches, sizes, plans)
+    torch.cuda.synchronize()
+    watch = cProfile.Profile()
+    watch.runcall(half, patches, sizes, plans)
+    text = io.StringIO()
+    pstats.Stats(watch, stream=text).sort_stats("tottime").print_stats(22)
+    lines = [line[:120] for line in text.getvalue().splitlines() if line.strip()]
+    print("\n".join(lines))
 
 
 GROUPS = (
@@ -369,13 +413,29 @@ def pictures(device: torch.device) -> None:
         with ThreadPoolExecutor(threads) as pool:
             taken = clock(lambda p=pool: list(p.map(whole, made)), cpu, 9)
         print(f"8 pictures by {threads} threads: {taken * 1e3:.2f} ms")
+    part = processor.unresized(decoded, True)
+    assert part is not None
+    grid = part.grid
+    job = EncodeJob(
+        entry=0,
+        height=grid.height,
+        width=grid.width,
+        num_tokens=grid.num_tokens,
+        resized=part.resized,
+    )
+    call = partial(patches_of, [job], [part.patches], device, 14)
+    same = np.array_equal(call().cpu().numpy(), processor.process(decoded).patches)
+    print(
+        f"resized by {device.type}: {clock(call, device) * 1e3:.2f} ms, host "
+        f"{enqueue(call, device) * 1e3:.2f} ms, the same patches: {same}"
+    )
 
 
 @torch.inference_mode()
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--attention", default=None)
-    parser.add_argument("--parts", default="rows,profile,products,ops,pictures,graphs")
+    parser.add_argument("--parts", default="rows,profile,products,ops,pictures,graphs,launches")
     parser.add_argument("--tiny", action="store_true")
     args = parser.parse_args()
     config, rows = (TINY, TINY_ROWS) if args.tiny else (PUBLISHED, ROWS)
@@ -396,10 +456,11 @@ def main() -> int:
         "ops": lambda: [operations(half, s, args.attention) for s in (first, most)][0],
         "pictures": lambda: pictures(device),
         "graphs": lambda: graphs(half, rows, args.attention),
+        "launches": lambda: launches(half, first, args.attention),
     }
     failed = 0
     for part in args.parts.split(","):
-        if args.tiny and part == "profile":
+        if args.tiny and part in ("profile", "graphs", "launches"):
             continue
         try:
             parts[part]()

@@ -18,9 +18,9 @@ from typing import Any
 
 import numpy as np
 import torch
+from bench.kimi_shape import write_shape
 from PIL import Image
 
-from bench.kimi_shape import write_shape
 from vitrail import LLM, SamplingParams
 from vitrail.bench.offline import Drive
 from vitrail.bench.record import figures
@@ -63,9 +63,8 @@ def check(llm: LLM) -> None:
     together = [g.outputs[0].token_ids for g in llm.generate(prompts, params)]
     again = [g.outputs[0].token_ids for g in llm.generate(prompts, params)]
     alone = [llm.generate([p], params)[0].outputs[0].token_ids for p in prompts]
-    print(
-        f"first tokens equal, together: again {same(together, again)}, alone {same(together, alone)}"
-    )
+    shares = f"again {same(together, again)}, alone {same(together, alone)}"
+    print(f"first tokens equal, together: {shares}")
 
 
 def same(a: Sequence[object], b: Sequence[object]) -> str:

@@ -87,7 +87,7 @@ FAULTS: dict[str, tuple[str, ...]] = {
         "tests/models/kimi_vl/test_processor.py::test_a21_every_finding_at_once",
         "tests/models/kimi_vl/test_processor.py::test_a21_limits_are_read_from_the_checkpoint",
         "tests/models/kimi_vl/test_processor.py::test_a21_what_the_file_says_is_never_ignored",
-        "issue 6: `vitrail check` reports unknown keys of the file; loading refuses them today",
+        "tests/check/test_injected_faults.py::test_a21_an_unknown_key_of_either_file_is_named",
         "tests/models/nvila/test_nvila_processor.py::test_a21_what_the_file_says_is_never_ignored",
     ),
     "A24": (
@@ -270,70 +270,112 @@ FAULTS: dict[str, tuple[str, ...]] = {
     "D06": (
         "tests/attention/test_reference.py::test_d06_equal_one_page_sequences_give_equal_rows",
     ),
-    "D08": ("tests/attention/test_reference.py::test_d08_every_group_size",),
+    "D08": (
+        "tests/attention/test_reference.py::test_d08_every_group_size",
+        "tests/check/test_faulty_code.py::test_d08_every_group_of_query_heads_is_planned",
+    ),
     "D10": ("tests/attention/test_reference.py::test_d10_slots_are_64_bit",),
     "D12": (
         "tests/attention/test_reference.py::test_d12_a_table_too_short_is_refused_by_row_and_capacity",
+        "tests/check/test_faulty_code.py::test_d12_a_table_of_pages_holds_the_longest_request",
     ),
     "D14": ("tests/attention/test_triton_work.py::test_d14_any_length_any_splits_no_nan",),
     "D15": ("tests/attention/test_merge.py::test_d15_splits_merged_are_the_whole",),
     "D17": ("tests/attention/test_reference.py::test_d17_caches_of_any_strides",),
     "D19": ("tests/attention/test_reference.py::test_d19_stale_pages_are_not_attended",),
     "D20": ("tests/attention/test_reference.py::test_d20_window_edges",),
-    "D22": ("tests/attention/test_reference.py::test_d22_a_call_that_was_not_planned_is_refused",),
+    "D22": (
+        "tests/attention/test_reference.py::test_d22_a_call_that_was_not_planned_is_refused",
+        "tests/check/test_faulty_code.py::test_d22_a_tower_that_attends_in_another_way_than_planned",
+        "tests/check/test_faulty_code.py::test_d22_d23_each_layers_window_is_planned_and_shown",
+    ),
     "D23": (
         "tests/models/test_dense_readers.py::test_d23_a_window_sees_its_last_key_and_none_before",
+        "tests/check/test_faulty_code.py::test_d22_d23_each_layers_window_is_planned_and_shown",
     ),
-    "D25": ("tests/attention/test_reference.py::test_d25_keys_and_values_of_other_widths",),
-    "D26": ("tests/attention/test_reference.py::test_d26_any_head_dim",),
+    "D25": (
+        "tests/attention/test_reference.py::test_d25_keys_and_values_of_other_widths",
+        "tests/check/test_faulty_code.py::test_d25_keys_and_values_of_other_widths_are_planned_as_they_are",
+    ),
+    "D26": (
+        "tests/attention/test_reference.py::test_d26_any_head_dim",
+        "tests/check/test_faulty_code.py::test_d26_any_head_dim_is_planned_or_refused_before_weights",
+    ),
     "D27": (
         "tests/attention/test_reference.py::test_d27_empty_batches_and_sequences",
         "tests/ops/test_rope.py::test_d27_tables_of_nothing_are_empty",
     ),
-    "D32": ("tests/attention/test_reference.py::test_d32_many_heads_softcap_and_window",),
+    "D32": (
+        "tests/attention/test_reference.py::test_d32_many_heads_softcap_and_window",
+        "tests/check/test_faulty_code.py::test_d32_64_heads_are_planned_on_every_gpu",
+    ),
     "E01": ("tests/weights/test_weight_load.py::test_e01_fused_qkv_is_cut_by_head_not_by_rank",),
+    "E06": ("tests/check/test_faulty_code.py::test_e06_a_weight_that_nothing_reads",),
     "E07": (
         "tests/models/test_kimi_vl_model.py::test_e07_an_unknown_prefix_names_what_it_may_mean",
         "tests/models/test_kimi_vl_model.py::test_e07_other_writers_names_load_the_same",
+        "tests/check/test_injected_faults.py::test_e07_e09_e10_e14_e15_e16_e20_e21_e23_e25_e26_the_row_that_should_find_it_does",
     ),
     "E09": (
         "tests/models/test_kimi_vl_model.py::test_e09_blocks_left_out_are_listed",
         "tests/weights/test_weight_plan.py::test_e09_a_block_missing_from_the_index_is_refused",
+        "tests/check/test_injected_faults.py::test_e07_e09_e10_e14_e15_e16_e20_e21_e23_e25_e26_the_row_that_should_find_it_does",
     ),
     "E10": (
         "tests/models/test_kimi_vl_model.py::test_e10_a_missing_head_that_is_not_tied_is_a_finding",
         "tests/models/test_kimi_vl_model.py::test_e10_a_tied_head_is_the_embedding",
         "tests/models/test_dense_parity.py::test_e10_a_tied_text_head_is_the_embedding",
         "tests/models/test_dense_parity.py::test_e10_an_untied_text_head_that_is_missing_is_refused",
+        "tests/check/test_injected_faults.py::test_e07_e09_e10_e14_e15_e16_e20_e21_e23_e25_e26_the_row_that_should_find_it_does",
     ),
     "E11": (
         "tests/models/test_kimi_vl_model.py::test_e11_a_tied_head_stored_with_other_values_is_refused",
         "tests/models/test_dense_parity.py::test_e11_a_tied_text_head_is_stored_alike_or_refused",
         "tests/weights/test_weight_load.py::test_e11_a_tied_head_that_differs_is_refused_before_the_engine_is_ready",
+        "tests/check/test_injected_faults.py::test_e11_a_tied_head_that_is_stored_is_a_warning",
     ),
     "E14": (
         "tests/weights/test_weight_headers.py::test_e14_a_file_cut_within_its_header",
         "tests/weights/test_weight_headers.py::test_e14_a_file_of_another_size_is_refused_with_both_sizes",
         "tests/weights/test_gguf.py::test_e14_a_gguf_cut_anywhere_is_refused",
         "tests/weights/test_gguf.py::test_e14_a_gguf_of_another_length_is_refused_with_both_sizes",
+        "tests/check/test_injected_faults.py::test_e07_e09_e10_e14_e15_e16_e20_e21_e23_e25_e26_the_row_that_should_find_it_does",
     ),
-    "E15": ("tests/weights/test_weight_headers.py::test_e15_missing_shards_are_listed_by_name",),
+    "E15": (
+        "tests/weights/test_weight_headers.py::test_e15_missing_shards_are_listed_by_name",
+        "tests/check/test_injected_faults.py::test_e07_e09_e10_e14_e15_e16_e20_e21_e23_e25_e26_the_row_that_should_find_it_does",
+    ),
     "E16": (
         "tests/weights/test_weight_headers.py::test_e16_corrupt_headers_are_one_sentence_naming_the_file",
         "tests/weights/test_weight_headers.py::test_e16_every_corrupt_file_is_named_at_once",
         "tests/weights/test_gguf.py::test_e16_a_corrupt_gguf_is_one_sentence",
         "tests/weights/test_gguf.py::test_e16_a_gguf_with_changed_bytes_is_read_or_refused",
         "tests/weights/test_gguf.py::test_e16_values_that_are_not_finite_are_refused_by_name",
+        "tests/check/test_injected_faults.py::test_e07_e09_e10_e14_e15_e16_e20_e21_e23_e25_e26_the_row_that_should_find_it_does",
     ),
     "E18": (
         "tests/weights/test_weight_headers.py::test_e18_the_index_decides_and_other_sets_are_a_warning",
+        "tests/check/test_injected_faults.py::test_e18_another_set_of_weights_beside_is_a_warning",
     ),
     "E20": (
         "tests/weights/test_weight_headers.py::test_e20_a_tensor_in_two_shards_is_refused_naming_both",
+        "tests/check/test_injected_faults.py::test_e07_e09_e10_e14_e15_e16_e20_e21_e23_e25_e26_the_row_that_should_find_it_does",
+    ),
+    "E21": (
+        "tests/check/test_injected_faults.py::test_e07_e09_e10_e14_e15_e16_e20_e21_e23_e25_e26_the_row_that_should_find_it_does",
     ),
     "E23": (
         "tests/weights/test_weight_headers.py::test_e23_an_index_of_pickles_is_refused",
         "tests/weights/test_weight_headers.py::test_e23_pickles_are_refused_by_name_and_never_opened",
+        "tests/check/test_injected_faults.py::test_e07_e09_e10_e14_e15_e16_e20_e21_e23_e25_e26_the_row_that_should_find_it_does",
+    ),
+    "E25": (
+        "tests/check/test_injected_faults.py::test_e07_e09_e10_e14_e15_e16_e20_e21_e23_e25_e26_the_row_that_should_find_it_does",
+        "later: adapters that are served; they are refused by name today",
+    ),
+    "E26": (
+        "tests/check/test_injected_faults.py::test_e07_e09_e10_e14_e15_e16_e20_e21_e23_e25_e26_the_row_that_should_find_it_does",
+        "later: adapters that are served; they are refused by name today",
     ),
     "F01": (
         "tests/server/test_images.py::test_f01_f06_nothing_is_fetched_and_no_path_is_opened",
@@ -365,5 +407,13 @@ FAULTS: dict[str, tuple[str, ...]] = {
     "F17": ("tests/engine/test_ipc.py::test_f17_bytes_that_are_no_message_are_refused",),
     "F20": ("tests/server/test_bad_input.py::test_f20_a_megabyte_of_text_does_not_hold_health_up",),
     "F25": ("tests/models/nvila/test_nvila_serving.py::test_a01_f25_pictures_of_one_pixel",),
+    "G07": (
+        "tests/check/test_faulty_code.py::test_g07_key_heads_fewer_than_ranks_are_copied",
+        "tests/check/test_faulty_code.py::test_g07_key_heads_that_neither_divide_nor_are_copied_are_refused",
+    ),
+    "G08": (
+        "tests/check/test_faulty_code.py::test_g08_text_heads_that_do_not_divide_are_refused_with_what_would",
+        "tests/check/test_faulty_code.py::test_g08_a_tower_whose_heads_do_not_divide_is_whole_on_every_rank",
+    ),
     "H13": ("tests/cache/test_manager.py::test_h13_1000_failed_admissions_leave_nothing",),
 }

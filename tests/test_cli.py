@@ -1,5 +1,6 @@
 """The command line: its frozen flags, exit codes, and both terminal commands on a tiny model."""
 
+import json
 import subprocess
 import sys
 import time
@@ -11,7 +12,7 @@ import pytest
 
 from tests.server.checkpoint import write_kimi
 from tests.server.served import PICTURES, environment
-from vitrail.cli import engine_config, parser
+from vitrail.cli import engine_config, main, parser
 from vitrail.config.engine import EngineConfig
 
 ENGINE = {
@@ -38,6 +39,8 @@ ENGINE = {
     "--no-step-ahead",
     "--cuda-graphs",
     "--attention",
+    "--deterministic",
+    "--no-deterministic",
     "--max-images",
     "--max-image-pixels",
     "--max-image-bytes",
@@ -91,6 +94,7 @@ FLAGS = {
     "serve": {"--host", "--port", "--served-model-name", "--http"} | PROFILE,
     "generate": {"--image", "--max-tokens", "--temperature"},
     "chat": {"--image", "--max-tokens", "--temperature"},
+    "check": {"--gpu", "--tp", "--image-size", "--release", "--json", "--compile"},
 }
 SMALL = ("--device", "cpu", "--dtype", "float32", "--kv-cache-bytes", "4000000")
 
@@ -114,7 +118,8 @@ def test_the_flags_are_frozen():
     bench = commands_of(commands.pop("bench"))
     assert set(commands) == set(FLAGS)
     for name, command in commands.items():
-        assert flags_of(command) == ENGINE | FLAGS[name]
+        engine = ENGINE - {"--model"} if name == "check" else ENGINE  # there it is an argument
+        assert flags_of(command) == engine | FLAGS[name]
     assert {name: flags_of(command) for name, command in bench.items()} == BENCH
 
 
@@ -142,6 +147,8 @@ def test_engine_flags_are_the_fields_of_the_configuration():
         shown = vitrail(command, "--help").stdout
         flat = " ".join(shown.split())
         for f in fields(EngineConfig):
+            if (command, f.name) == ("check", "model"):
+                continue
             assert f"--{f.name.replace('_', '-')}" in shown
             assert " ".join(f.metadata["help"].split()) in flat.replace("- ", "-")
 
@@ -154,6 +161,8 @@ def test_help_and_bad_flags_are_quick_and_import_no_torch():
     for args, exit_code in (
         (["--help"], 0),
         (["serve", "--help"], 0),
+        (["check", "--help"], 0),
+        (["check", "--tp", "x"], 2),
         (["serve", "--port", "x"], 2),
         (["serve", "--nope"], 2),
         (["serve", "--http", "other"], 2),
@@ -254,3 +263,35 @@ def test_chat_remembers_and_forgets(folder: Path):
     ended = vitrail(*args, said="hello\n")
     assert ended.returncode == 0
     assert ended.stdout.split("> ")[1] == first
+
+
+def test_check_says_it_in_a_table_or_in_json(folder: Path, capsys: pytest.CaptureFixture[str]):
+    assert main(["check", str(folder), "--gpu", "h200"]) == 0
+    table = capsys.readouterr().out
+    assert "attention tp=1" in table
+    assert "It will run." in table
+    assert main(["check", str(folder), "--gpu", "h200", "--tp", "1", "7", "--json"]) == 1
+    report = json.loads(capsys.readouterr().out)
+    assert report["exit_code"] == 1
+    by_name = {row["name"]: row for row in report["rows"]}
+    assert by_name["layout tp=1"]["status"] == "ok"
+    assert by_name["layout tp=7"]["findings"][0]["code"] == "illegal_sharding"
+    assert main(["check", "--gpu", "cpu", "--tp", "2"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("args", "word"),
+    [
+        (["--gpu", "h2000"], "h2000"),
+        (["--tp", "0"], "at least 1 rank"),
+        (["--image-size", "12"], "WIDTHxHEIGHT"),
+        (["--release", "flash-attn==2"], "flash-attn-4 or"),
+    ],
+)
+def test_flags_of_check_that_mean_nothing_are_refused(
+    args: list[str], word: str, capsys: pytest.CaptureFixture[str]
+):
+    assert main(["check", *args]) == 1
+    said = capsys.readouterr().err
+    assert word in said
+    assert "Rule: " in said

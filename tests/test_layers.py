@@ -15,10 +15,11 @@ TORCH_FREE = (
     "vitrail",
     "vitrail.cli",
     "vitrail.server.app",
-    *(f"vitrail.models.{m}" for m in ("gguf", "reading", "registry")),
+    *(f"vitrail.models.{m}" for m in ("assets", "checkpoint", "gguf", "reading", "registry")),
     *(f"vitrail.bench.{m}" for m in ("flags", "serve", "workload")),
     *(f"vitrail.nightly.{p.stem}" for p in sorted((PACKAGE / "nightly").glob("[a-z]*.py"))),
     "vitrail.models.kimi_vl.processor",
+    "vitrail.ops.resize.taps",
     "vitrail.models.nvila.processor",
     *(f"vitrail.vision.{m}" for m in ("image", "preprocess", "placeholders", "video")),
     *(f"vitrail.vision.video_{m}" for m in ("container", "process", "worker")),
@@ -26,12 +27,15 @@ TORCH_FREE = (
         f"vitrail.attention.{m}"
         for m in ("shape", "tiles", "legality", "fa4", "plan", "installed", "decode_spec")
     ),
-    *(f"vitrail.weights.{m}" for m in ("gguf", "mapping", "sharding", "headers", "plan")),
+    *(f"vitrail.weights.{m}" for m in ("gguf", "mapping", "sharding", "headers", "layout", "plan")),
+    *(
+        f"vitrail.check.{m}"
+        for m in ("encoder_peak", "flags", "remote", "report", "sizes", "weights")
+    ),
     *(
         f"vitrail.engine.{m}"
         for m in (
             "answer",
-            "checkpoint",
             "client",
             "conversation",
             "floors",

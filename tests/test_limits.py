@@ -15,7 +15,7 @@ ROOT = Path(__file__).parent.parent
 SOURCES = sorted((ROOT / "vitrail").rglob("*.py"))
 TRAINING = sorted((ROOT / "demo").rglob("*.py")) + sorted((ROOT / "bench").rglob("*.py"))
 KERNELS = ("/triton.py", "/cute.py", "attention/kernels/")
-MAX_PACKAGE_LINES = 36_000
+MAX_PACKAGE_LINES = 38_000
 MAX_TREE_BYTES = 52 << 20
 
 
@@ -58,8 +58,8 @@ def test_environment_variables_are_frozen():
 
 
 def test_engine_config_is_small():
-    # 25: whether decodes are graphs is a choice of memory and start-up that no plan can make
-    assert len(fields(EngineConfig)) <= 25
+    # 26: whether one order of sums is worth its time only the user knows
+    assert len(fields(EngineConfig)) <= 26
 
 
 def test_no_pickle_eval_or_remote_code():

@@ -1,5 +1,5 @@
-"""The command line: `vitrail serve | generate | chat | bench | nightly`. Flags of the engine are
-generated from `EngineConfig`; `tests/test_cli.py` freezes the list. Heavy rooms are imported by
+"""The command line: `vitrail serve | generate | chat | check | bench | nightly`. Engine flags
+are generated from `EngineConfig`; `tests/test_cli.py` freezes the list. Heavy rooms are imported by
 the command that needs them, so that `--help` and bad flags answer at once."""
 
 import argparse
@@ -12,6 +12,7 @@ from types import NoneType, UnionType
 from typing import Any, Literal, get_args, get_origin
 
 from vitrail.bench.flags import EngineChoices, add_bench, add_profile_flags, profile_window
+from vitrail.check.flags import add_check
 from vitrail.config.engine import EngineConfig
 from vitrail.config.env import read_env
 from vitrail.config.finding import Refused
@@ -23,7 +24,8 @@ DEMO_QUESTION = "What does the sign say?"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit codes: 0 done, 1 refused or failed, 2 bad flags, 130 interrupted."""
+    """Exit codes: 0 done, 1 refused or failed, 2 bad flags (of `check`: also what it cannot tell),
+    130 interrupted."""
     args = parser().parse_args(argv)
     try:
         env = read_env()
@@ -63,17 +65,22 @@ def parser() -> argparse.ArgumentParser:
         command.add_argument("--temperature", type=float, default=0.0, help="0: greedy")
     for command in (serve, generate, chat):
         add_engine_flags(command)
+    check = commands.add_parser("check", help="will it run? asked without a GPU or weights")
+    add_check(check, str(DEMO), engine_config)
+    add_engine_flags(check, without=("model",))
     bench = commands.add_parser("bench", help="measure a server, an engine, a vision tower")
     add_bench(bench, EngineChoices(add=add_engine_flags, read=engine_config))
     add_nightly(commands.add_parser("nightly", help="run the night's tests, and say what failed"))
     return top
 
 
-def add_engine_flags(command: argparse.ArgumentParser) -> None:
-    """One flag a field of `EngineConfig`; the model defaults to the demo that ships with
-    Vitrail."""
+def add_engine_flags(command: argparse.ArgumentParser, without: Sequence[str] = ()) -> None:
+    """One flag a field of `EngineConfig`, but for those that the command has as arguments; the
+    model defaults to the demo that ships with Vitrail."""
     group = command.add_argument_group("engine")
     for f in fields(EngineConfig):
+        if f.name in without:
+            continue
         flag = f"--{f.name.replace('_', '-')}"
         default = str(DEMO) if f.default is MISSING else f.default
         shown = "the demo model" if f.default is MISSING else f.default

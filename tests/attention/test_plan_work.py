@@ -10,7 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vitrail.attention.plan import AttentionPlan, plan_on
-from vitrail.attention.records import Records, decode_records, make_records, padded, room
+from vitrail.attention.records import (
+    DecodeRecords,
+    Records,
+    decode_records,
+    make_records,
+    padded,
+    room,
+)
 from vitrail.attention.shape import AttentionShape, AttentionSite, Phase
 from vitrail.config.hardware import GPUS, find
 
@@ -217,3 +224,24 @@ def test_records_of_a_decode_are_those_of_any_batch(data: st.DataObject):
     assert got.slots == want.slots
     num_items, num_combines = room(plan, len(lens))
     padded(got, num_items, num_combines)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_records_in_place_are_those_of_the_step(data: st.DataObject):
+    """Sequences grow by a key a step, and now and then there are others."""
+    site = data.draw(st.sampled_from([SITE, LATENT, replace(SITE, window=40, sink=True)]))
+    plan = planned(replace(SHAPE, site=site, batch=8, page_size=16))
+    items, combines = (
+        np.zeros((n, w), np.int32) for n, w in zip(room(plan, 5), (9, 5), strict=True)
+    )
+    records, lens = DecodeRecords(plan, items, combines), np.zeros(0, np.int64)
+    for _ in range(20):
+        if not len(lens) or data.draw(st.integers(0, 9)) == 0:
+            some = st.lists(st.integers(1, 3000), min_size=5, max_size=5)
+            lens = np.array(data.draw(some))
+        records.update(lens)
+        want = padded(decode_records(plan, lens, np.arange(5)), *room(plan, 5))
+        assert sorted(items.tolist()) == sorted(want.items.tolist())
+        assert combines.tolist() == want.combines.tolist()
+        lens = lens + 1

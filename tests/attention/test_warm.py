@@ -1,18 +1,25 @@
 """What an engine compiles before it serves: every kernel that its plans name, each once; and what
 fails to compile is refused."""
 
+import io
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
 import pytest
 
 from tests.attention.compile_cases import GQA, MLA, site
 from vitrail.attention import compile as triton_compiler
-from vitrail.attention.backends import cute, fa4
+from vitrail.attention import warm as warm_module
+from vitrail.attention.backends import cute, fa4, kept
 from vitrail.attention.backends.fa4 import mend_launch
 from vitrail.attention.backends.triton import join_launch
 from vitrail.attention.decode_spec import spec
 from vitrail.attention.fa4 import RELEASE
 from vitrail.attention.plan import CUTLASS_RELEASE, PlanLimits, make_table
 from vitrail.attention.shape import Phase
-from vitrail.attention.warm import warm
+from vitrail.attention.warm import Question, answer, warm, warm_ahead
 from vitrail.config.hardware import CPU, find
 
 pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl (the extra fa4)")
@@ -32,7 +39,7 @@ def asked(monkeypatch) -> list[str]:
     names: list[str] = []
     monkeypatch.setattr(triton_compiler, "compile_launch", lambda one, cc: names.append(repr(one)))
     monkeypatch.setattr(fa4, "kernels_of", lambda one: names.append(repr(one)))
-    monkeypatch.setattr(cute, "compiled", lambda one: names.append(repr(one)))
+    monkeypatch.setattr(cute, "kernel_of", lambda one: names.append(repr(one)))
     return names
 
 
@@ -64,8 +71,64 @@ def test_what_does_not_compile_is_refused(asked: list[str], monkeypatch):
     def broken(one):
         raise OSError("libcuda.so.1: no such file")
 
-    monkeypatch.setattr(cute, "compiled", broken)
+    monkeypatch.setattr(cute, "kernel_of", broken)
     found = warm(table([(GQA, Phase.DECODE)]), H200)
     assert {f.severity for f in found} == {"error"}
     assert "OSError: libcuda.so.1" in found[0].saw
     assert "cute on H200" in found[0].where
+
+
+def test_compilers_ahead_are_asked_for_each_missing_kernel_once(
+    asked: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Their processes are this one here: what they are told on their standard input is answered."""
+    told: list[bytes] = []
+
+    class Process:
+        def __init__(self, command: list[str], **_: object):
+            assert command[1:] == ["-m", "vitrail.attention.warm_process"]
+            self.stdin = io.BytesIO()
+            self.stdin.close = lambda: told.append(self.stdin.getvalue())  # pyright: ignore
+
+        def wait(self) -> int:
+            return 0
+
+    monkeypatch.setattr(warm_module.subprocess, "Popen", Process)
+    monkeypatch.setattr(warm_module.os, "cpu_count", lambda: 5)
+    monkeypatch.setattr(kept, "_device", lambda: "H200 9.0 132")
+    monkeypatch.setattr(kept.knobs.cache, "dir", str(tmp_path))
+    plans = table()
+    assert len(warm_ahead(plans, H200)) == len(told) == 3, "two cores are left to the others"
+    for question in told:
+        answer(msgspec.json.decode(question, type=Question))
+    slow = {repr(spec(p)) for p in plans if p.backend == "cute"}
+    slow |= {repr(one) for p in plans if p.backend == "fa4" for one in fa4.launches(p)}
+    assert sorted(asked) == sorted(slow)
+    asked.clear()
+    assert warm(plans, H200) == []
+    assert slow < set(asked), "what was told changes nothing here"
+
+
+def test_what_is_kept_is_not_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(kept, "_device", lambda: "H200 9.0 132")
+    monkeypatch.setattr(kept.knobs.cache, "dir", str(tmp_path))
+    monkeypatch.setattr(warm_module.subprocess, "Popen", lambda *a, **k: pytest.fail("started"))
+    (tmp_path / "vitrail").mkdir()
+    plans = table()
+    for plan in plans:
+        names = [(f"cute {spec(plan)}", ("decode",))] if plan.backend == "cute" else []
+        if plan.backend == "fa4":
+            names = [(f"fa4 {one}", fa4.parts_of(one)) for one in fa4.launches(plan)]
+        for name, parts in names:
+            for file in kept._files(name, parts, None, None):
+                file.touch()
+    assert warm_ahead(plans, H200) == []
+
+
+def test_a_compilers_process_answers(tmp_path: Path):
+    """For a plan that names nothing to compile; another question is an error of its own."""
+    command = [sys.executable, "-m", "vitrail.attention.warm_process"]
+    question = Question(plans=[], names=[], gpu=CPU)
+    done = subprocess.run(command, input=msgspec.json.encode(question), capture_output=True)
+    assert (done.returncode, done.stdout) == (0, b"")
+    assert subprocess.run(command, input=b"{}", capture_output=True).returncode == 1

@@ -23,7 +23,7 @@ def inputs(ids: np.ndarray) -> StepInputs:
     return StepInputs(
         token_ids=ids,
         next_ids=ids,
-        draws=nothing,
+        seeds=[],
         output_index=nothing.astype(np.int64),
         setups=[],
         pixels=[],

@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,14 @@ import pytest
 
 from tests.engine.driver import GOLDEN, golden_llm
 from vitrail import LLM, Refused
-from vitrail.engine.checkpoint import open_checkpoint
+from vitrail.check.encoder_peak import encoder_peak
+from vitrail.check.sizes import MEMORY_SHARE, encoder_budget
+from vitrail.config.engine import EngineConfig
+from vitrail.config.hardware import CPU, Hardware, find
+from vitrail.config.model import MoonVitConfig
+from vitrail.models.checkpoint import open_checkpoint
+from vitrail.models.kimi_vl.processor import KimiVLProcessor
+from vitrail.models.registry import load_entry
 
 TOKEN_BYTES = 3 * 40 * 4  # layers x (latent 32 + rope 8) x fp32
 
@@ -117,7 +125,7 @@ def test_a_hub_id_is_found_in_the_hubs_cache_without_a_network(tmp_path: Path):
     (repo / "refs").mkdir()
     (repo / "refs" / "main").write_text(commit)
     code = (
-        "from vitrail.engine.checkpoint import open_checkpoint as find\n"
+        "from vitrail.models.checkpoint import open_checkpoint as find\n"
         "from vitrail import Refused\n"
         "print(find('org/tiny').folder.name, find('org/tiny', 'main').architecture)\n"
         "try:\n    find('org/other')\nexcept Refused as refused:\n    print(refused)\n"
@@ -148,3 +156,40 @@ def test_the_revision_sees_the_sub_folders_of_the_architecture_and_no_other(tmp_
     text = open_checkpoint(str(tmp_path)).revision
     (tmp_path / "llm" / "config.json").write_text('{"a": 2}')
     assert open_checkpoint(str(tmp_path)).revision == text
+
+
+def test_a_gpu_encodes_the_pictures_of_a_steps_tokens_at_once_as_far_as_memory_allows():
+    """Kimi-VL's: 8,192 tokens are 32,768 patches, seven of the largest pictures; a small GPU takes
+    fewer, never less than one; a CPU one."""
+    kimi = KimiVLProcessor(patch_size=14, in_token_limit=4096, merge=2, image_token_id=5)
+    vision = MoonVitConfig(
+        patch_size=14,
+        hidden_size=1152,
+        num_layers=27,
+        num_heads=16,
+        intermediate_size=4304,
+        pos_height=64,
+        pos_width=64,
+        merge=2,
+    )
+    golden = load_entry("KimiVLForConditionalGeneration").read_config(
+        open_checkpoint(str(GOLDEN / "ckpt")).config, {}
+    )
+    assert not isinstance(golden, list)
+    model = replace(golden, vision=vision, dtype="bfloat16")
+
+    def planned(gpu: Hardware, **choices: Any) -> int:
+        return encoder_budget(EngineConfig(model="", **choices), model, kimi, gpu)
+
+    h200 = find("H200")
+    assert planned(h200) == 7 * 5352
+    assert planned(h200, max_step_tokens=2048) == 2 * 5352
+    assert planned(h200, encoder_patches=4) == 4
+    assert planned(CPU) == 5352
+    assert planned(replace(h200, hbm_bytes=10**9)) == 5352
+    small = replace(h200, hbm_bytes=24 * 10**9)
+    budget = planned(small)
+    assert 5352 < budget < 7 * 5352
+    hidden, limit = model.text.hidden_size, small.hbm_bytes // MEMORY_SHARE
+    assert encoder_peak(vision, hidden, "bfloat16", budget, 5352) <= limit
+    assert encoder_peak(vision, hidden, "bfloat16", budget + 5352, 5352) > limit

@@ -18,25 +18,26 @@ from vitrail.ops.vision.naive import Grids, grid_ints
 
 
 @pytest.mark.parametrize("unit", [UNIT, 1024])
-@given(budget=st.integers(1, 50_000))
+@given(budget=st.integers(1, 50_000), pictures=st.integers(1, 9))
 @settings(max_examples=200, deadline=None, derandomize=True)
-def test_rungs_rise_to_the_budget_and_waste_little(unit, budget):
-    rungs = ladder(budget, unit)
-    whole = budget // unit * unit
+def test_rungs_rise_to_the_budget_and_waste_little(unit, budget, pictures):
+    rungs = ladder(budget, unit, budget // pictures)
+    whole = min(budget, MOST_PATCHES) // unit * unit
     assert bool(rungs) == (whole > 0)
     if rungs:
         assert rungs == sorted(set(rungs))
-        assert min(budget, MOST_PATCHES // unit * unit) in (rungs[-1], budget)
-        assert whole - unit < rungs[-1] <= budget or rungs[-1] == MOST_PATCHES // unit * unit
+        assert whole <= rungs[-1] <= budget
+        assert unit == UNIT or all(rung % unit == 0 for rung in rungs)
         assert len(rungs) <= 60
         for a, b in zip(rungs, rungs[1:], strict=False):
-            assert (
-                b - a <= max(unit, a // 8) or b == rungs[-1] and b - a <= max(unit, a // 8) + unit
-            )
+            assert b - a <= max(3 * unit, a // 6 + unit)
 
 
 def test_a_picture_at_kimis_limit_wastes_under_two_percent():
-    assert min(rung for rung in ladder(5352, UNIT) if rung >= 4356) <= 1.02 * 4356
+    for budget in (5352, 37464):
+        rungs = ladder(budget, UNIT, 5352)
+        assert min(rung for rung in rungs if rung >= 4356) <= 1.02 * 4356
+        assert len(rungs) <= 32
 
 
 @given(

@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import nn
 
-from bench.kimi_shape import CONFIG
+from bench.kimi_vl_shape import IMAGE, TEXT, VISION, config_of
 from tests.models.cases import CASES, Case
 from vitrail.config.finding import accept
 from vitrail.config.model import ModelConfig, MoonVitConfig
@@ -25,7 +25,7 @@ from vitrail.engine.step import EncodeJob, SequenceStep, StepPlan
 from vitrail.models.registry import load_entry
 
 
-def config_of(case: Case) -> ModelConfig:
+def read(case: Case) -> ModelConfig:
     entry = load_entry(case.config["architectures"][0])
     return accept(entry.read_config(case.config, case.generation))
 
@@ -49,35 +49,36 @@ def plan(
 @pytest.mark.parametrize("name", list(CASES))
 def test_parameters_are_the_modules(name: str):
     """Every matrix of the decoder is in exactly one count: products, experts, head or embedding."""
-    config = config_of(CASES[name])
+    config = read(CASES[name])
     with torch.device("meta"):
         model = load_entry(config.architecture).build(config, "float32")
     assert isinstance(model, nn.Module)
-    counted = dict.fromkeys(("linear", "experts", "vocabulary"), 0)
+    counted = dict.fromkeys(("linear", "experts", "router", "vocabulary"), 0)
     for key, parameter in model.named_parameters():
         if any(part in key for part in ("tower", "projector")) or parameter.dim() < 2:
             continue
         kind = "experts" if parameter.dim() == 3 else "linear"
         if "embed" in key or "head" in key:
             kind = "vocabulary"
+        if "router" in key:
+            kind = "router"
         counted[kind] += parameter.numel()
     text = config.text
     assert linear_parameters(text) == counted["linear"]
     moe = text.moe
     sparse = 0 if moe is None else text.num_layers - moe.first_moe_layer
-    experts = (
-        0
-        if moe is None
-        else sparse * (moe.num_experts + moe.num_shared) * expert_parameters(text, moe)
-    )
+    stacked = 0 if moe is None else moe.num_experts + moe.num_shared
+    experts = 0 if moe is None else sparse * stacked * expert_parameters(text, moe)
     assert experts == counted["experts"]
+    routers = 0 if moe is None else sparse * moe.num_experts * text.hidden_size
+    assert routers == counted["router"]
 
 
 @pytest.mark.parametrize("name", ["kimi_vl", "nvila"])
 def test_the_towers_products_are_the_modules(name: str):
     """Bytes of an encoding in fp32: its matrices but the position table and the projector, and of
     SigLIP no layer that is not built."""
-    config = config_of(CASES[name])
+    config = read(CASES[name])
     with torch.device("meta"):
         model = load_entry(config.architecture).build(config, "float32")
     assert isinstance(model, nn.Module)
@@ -108,7 +109,7 @@ def test_pairs_are_those_counted(window: int | None):
 
 
 def test_distinct_experts_are_what_drawing_gives():
-    config = config_of(CASES["kimi_vl"])
+    config = read(CASES["kimi_vl"])
     moe = config.text.moe
     assert moe is not None
     assert distinct_experts(moe, 0) == 0
@@ -125,7 +126,7 @@ def test_kimi_vls_steps_cost_what_was_worked_out():
     """Decode of 1, 32 and 256 at a context of 1,024: 5.15, 31 and 40 GB; prefills of 1 x 8,192 and
     64 x 1,024: 46 and 304 TFLOP. A picture of 1024 x 1024 is 74 x 74 patches, of which layers and
     products are 4.0 GFLOP each a thousand."""
-    config = accept(load_entry(CONFIG["architectures"][0]).read_config(CONFIG, {}))
+    config = read(Case(config_of(TEXT, VISION, IMAGE)))
     shapes = Shapes(model=config, dtype="bfloat16", kv_dtype="bfloat16")
 
     def total(step: StepPlan) -> Work:
@@ -152,7 +153,7 @@ def test_a_floor_is_whichever_takes_longer():
     rates = Rates(bytes_per_s=100.0, flops_per_s=1000.0, source="here")
     assert rates.seconds(Work(50, 100)) == 0.5
     assert rates.seconds(Work(50, 2000)) == 2.0
-    config = config_of(CASES["deepseek_v3"])
+    config = read(CASES["deepseek_v3"])
     shapes = Shapes(model=config, dtype="float32", kv_dtype="float32")
     steps = [plan(decodes=(sequence(5), sequence(9))), plan(prefills=(sequence(0, 7),))]
     both = floor_seconds(shapes, steps, rates)

@@ -2,6 +2,7 @@
 addresses, run again, the attention's kernels in the interpreter. What capturing itself does is
 tested on a GPU (`tests/gpu`)."""
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -12,12 +13,12 @@ from vitrail import LLM, Refused, SamplingParams
 from vitrail.attention.plan import PlanLimits, PlanTable, make_table
 from vitrail.attention.shape import Phase
 from vitrail.cache.kv_pool import KvPool
+from vitrail.check.sizes import GRAPH_BYTES, graph_bytes, graph_findings, ladder
 from vitrail.config.engine import EngineConfig, validate
 from vitrail.config.finding import accept
 from vitrail.config.hardware import find
 from vitrail.engine.engine import Engine
-from vitrail.engine.graphs import DecodeGraphs, GraphParts, _Captured, graph_findings, ladder
-from vitrail.engine.parcel import Door
+from vitrail.engine.graphs import DecodeGraphs, GraphParts
 from vitrail.engine.runner import Runner, RunnerParts
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter's, on a CPU")
@@ -31,34 +32,28 @@ PROMPTS = [{"prompt_token_ids": list(range(1, n))} for n in (40, 4, 18, 33, 17)]
 class Again:
     """Stands for a graph."""
 
-    def __init__(self, run):
-        self.run, self.hidden = run, run()
+    def __init__(self, run: Callable[[], torch.Tensor], made: torch.Tensor):
+        self.run, self.made, self.replays = run, made, 0
 
     def replay(self) -> None:
-        self.hidden.copy_(self.run())
-
-
-class Replayed(DecodeGraphs):
-    """Sizes are 'captured' over the same memory, in the same order."""
-
-    replays = 0
-
-    @torch.inference_mode()
-    def capture(self, door: Door) -> None:
-        for size in reversed(self._sizes):
-            sent = door.parcel()
-            tickets = self._pack(self._nothing(size), size, sent)
-            got = sent.send(self.inputs)
-            again = Again(lambda g=got, t=tickets, s=size: self._forward(g, t, s))
-            self._captured[size] = _Captured(
-                graph=again,  # pyright: ignore[reportArgumentType]
-                hidden=again.hidden,
-                slots=got(tickets.slots),
-            )
-
-    def replay(self, count: int):
+        self.made.copy_(self.run())
         self.replays += 1
-        return super().replay(count)
+
+
+class Recorded(list[Again]):
+    """Stands for `Recorder`: forward and greedy graphs in turn."""
+
+    def __call__(self, run: Callable[[], torch.Tensor]) -> tuple[Again, torch.Tensor]:
+        self.append(Again(run, run()))
+        return self[-1], self[-1].made
+
+    @property
+    def steps(self) -> int:
+        return sum(graph.replays for graph in self[::2])
+
+    @property
+    def greedy(self) -> int:
+        return sum(graph.replays for graph in self[1::2])
 
 
 def parts_of(llm: LLM) -> RunnerParts:
@@ -74,26 +69,28 @@ def triton_plans(llm: LLM, max_len: int) -> PlanTable:
     return make_table(sites, limits, replace(find("H200"), num_sms=3), "triton")
 
 
-def graphed(llm: LLM, sizes: list[int]) -> tuple[Replayed, KvPool]:
+def graphed(llm: LLM, sizes: list[int]) -> tuple[Recorded, KvPool]:
     """`llm` with decodes of up to the largest size replayed, over a pool full of NaN."""
     parts, pages = parts_of(llm), parts_of(llm).pool.num_pages
     pool = KvPool(parts.model.cache_specs(), pages + 1, 16, torch.device("cpu"))
-    graphs = Replayed(
+    graphs = DecodeGraphs(
         GraphParts(
             model=parts.model,
             pool=pool,
             plans=triton_plans(llm, 112),
             builder=parts.builder,
+            sampler=parts.sampler,
             scratch_page=pages,
             max_len=112,
         ),
         sizes,
-        parts.door,
+        torch.device("cpu"),
     )
-    graphs.capture(parts.door)
+    recorded = Recorded()
+    graphs.capture(parts.door, recorded)
     runner = Runner(replace(parts, pool=pool, graphs=graphs))
     llm.engine = Engine(llm.engine.scheduler, runner, step_ahead=True)
-    return graphs, pool
+    return recorded, pool
 
 
 def tokens(llm: LLM) -> list[list[int]]:
@@ -105,9 +102,10 @@ def test_replayed_decodes_give_the_same_tokens_and_write_the_same_slots():
     plain = golden_llm(max_model_len=112)
     want = tokens(plain)
     llm = golden_llm(max_model_len=112)
-    graphs, pool = graphed(llm, [1, 2, 4, 8])
+    recorded, pool = graphed(llm, [1, 2, 4, 8])
     assert tokens(llm) == want
-    assert graphs.replays >= 8
+    assert recorded.steps >= 8
+    assert recorded.greedy < recorded.steps
     for layer in range(len(parts_of(llm).model.cache_specs())):
         eager, replayed = parts_of(plain).pool.latent(layer), pool.latent(layer)
         assert torch.equal(eager.isnan(), replayed[:-1].isnan()), "another slot was written"
@@ -116,9 +114,19 @@ def test_replayed_decodes_give_the_same_tokens_and_write_the_same_slots():
 
 def test_more_decodes_than_the_largest_graph_are_launched_kernel_by_kernel():
     llm = golden_llm(max_model_len=112)
-    graphs, _ = graphed(llm, [1, 2])
+    recorded, _ = graphed(llm, [1, 2])
     assert tokens(llm) == tokens(golden_llm(max_model_len=112))
-    assert 0 < graphs.replays < 10
+    assert 0 < recorded.steps < 10
+
+
+def test_a_greedy_batch_is_sampled_within_its_graphs():
+    """Two of three rows are padded out of a size of four: nobody's token is another's."""
+    params = [SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)] * 3
+    llm, plain = golden_llm(max_model_len=112), golden_llm(max_model_len=112)
+    recorded, _ = graphed(llm, [4])
+    got, want = (each.generate(PROMPTS[:3], params) for each in (llm, plain))
+    assert [o.outputs[0].token_ids for o in got] == [o.outputs[0].token_ids for o in want]
+    assert recorded.greedy == recorded.steps == 5
 
 
 @pytest.mark.parametrize("graphs", [True, False])
@@ -146,6 +154,12 @@ def test_the_ladder_ends_with_what_was_asked():
         sizes = ladder(largest)
         assert sizes == sorted(set(sizes))
         assert sizes[-1] == largest
+
+
+def test_the_memory_of_graphs_is_planned_with_the_largest_ones_logits():
+    assert graph_bytes([], 1000) == 0
+    one, two = graph_bytes([8], 1000), graph_bytes([8, 16], 1000)
+    assert two - one == GRAPH_BYTES + 8 * 1000 * 8
 
 
 def test_graphs_over_attention_that_asks_the_host_are_refused():

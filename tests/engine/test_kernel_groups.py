@@ -1,6 +1,8 @@
 """Names to groups, and a window's time from a trace's events."""
 
+import ast
 import json
+from pathlib import Path
 
 import pytest
 
@@ -42,6 +44,12 @@ NAMES = (
     (GROUPED, (), "moe"),
     ("prepare_grouped_gemm_data", (), "moe"),
     ("_fused_moe_kernel", (), "moe"),
+    ("up", (), "moe"),
+    ("gather", (), "moe"),
+    ("rows_kernel", (), "gemm"),
+    ("rows_kernel", (ENCODE,), "encode"),
+    ("silu_mul_kernel", (), "elementwise"),
+    ("_draw_of_row", (), "sampling"),
     (RADIX, (MOE,), "moe"),
     (RADIX, (SAMPLE,), "sampling"),
     (RADIX, (), "elementwise"),
@@ -70,6 +78,40 @@ NAMES = (
     ("aten::bmm", (), "elementwise"),
     ("aten::multinomial", (), "sampling"),
 )
+
+
+ROOT = Path(__file__).parents[2] / "vitrail"
+HOMES = {
+    "ops/moe": {"moe"},
+    "ops/sampling": {"sampling"},
+    "ops/vision": {"encode"},
+    "ops/resize": {"encode"},
+    "attention/kernels": {"attention"},
+}
+
+
+def kernels() -> list[tuple[str, str]]:
+    """(folder, name) of every Triton function of ours that no other one calls: those that are
+    launched."""
+    found: list[tuple[str, str]] = []
+    called: set[str] = set()
+    for path in (*ROOT.glob("ops/*/triton.py"), *ROOT.glob("attention/kernels/*.py")):
+        for node in ast.parse(path.read_text()).body:
+            marks = node.decorator_list if isinstance(node, ast.FunctionDef) else []
+            if not any(ast.unparse(mark).startswith("triton.jit") for mark in marks):
+                continue
+            assert isinstance(node, ast.FunctionDef)
+            found.append((str(path.parent.relative_to(ROOT)), node.name))
+            called |= {c.func.id for c in ast.walk(node)
+                       if isinstance(c, ast.Call) and isinstance(c.func, ast.Name)}  # fmt: skip
+    return [(folder, name) for folder, name in found if name not in called]
+
+
+@pytest.mark.parametrize(("folder", "name"), kernels())
+def test_every_kernel_of_ours_has_its_group(folder: str, name: str):
+    """A new kernel gets a row in `_OWN`, or a name that says what it is."""
+    ranges = {ENCODE} if HOMES.get(folder) == {"encode"} else set[str]()
+    assert group_of(name, ranges) in HOMES.get(folder, {"gemm", "elementwise"})
 
 
 @pytest.mark.parametrize(("name", "ranges", "group"), NAMES)

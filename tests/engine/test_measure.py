@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 import torch
 
-from tests.live_bytes import LiveBytes
 from tests.nvila import IMAGE, GoldenNvila, tokens_of
 from vitrail import LLM, SamplingParams
+from vitrail.check.live_bytes import LiveBytes
 from vitrail.config.model import PatchRules
-from vitrail.engine.measure import run_worst_steps, worst_steps
+from vitrail.engine.measure import run_worst_steps, worst_jobs
 
 TILE = 64  # patches of the golden checkpoints'
 CPU = torch.device("cpu")
@@ -86,7 +86,7 @@ def test_a_budget_of_one_tile_is_measured_with_all_the_tiles_of_its_picture() ->
     golden = GoldenNvila("nvila_s2")
     llm = golden.llm()
     assert measured(llm, TILE, 17 * TILE) > 2 * measured(llm, TILE, 6 * TILE)
-    (step, *others) = worst_steps(llm_rules(llm), TILE, 17 * TILE)
+    (step, *others) = worst_jobs(llm_rules(llm), TILE, 17 * TILE)
     assert not others
     assert [(job.first, job.count, job.sequences) for job in step] == [(16, 1, 17)]
 
@@ -103,12 +103,12 @@ def test_the_steps_are_within_the_budget_and_all_of_it() -> None:
     free = PatchRules(patch_size=14, merge=2)
     for tiles in range(1, 80):
         for rules, largest in ((s2, 17 * TILE), (s2, None), (lite, 13 * TILE), (lite, None)):
-            for step in worst_steps(rules, tiles * TILE + 13, largest):
+            for step in worst_jobs(rules, tiles * TILE + 13, largest):
                 assert sum(job.num_patches for job in step) == tiles * TILE
                 assert [job.entry for job in step] == list(range(len(step)))
                 assert all(job.is_last for job in step)
                 assert sum(job.first for job in step) == (16 if rules is s2 else 0)
-        for step in worst_steps(free, 4 * tiles, None):
+        for step in worst_jobs(free, 4 * tiles, None):
             assert sum(job.num_patches for job in step) == 4 * tiles
 
 

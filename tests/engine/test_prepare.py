@@ -16,10 +16,11 @@ from tests.tokenizer.post_processor import begins_with
 from vitrail.config.engine import EngineConfig
 from vitrail.config.finding import Refused
 from vitrail.config.model import PatchRules
-from vitrail.engine.checkpoint import open_checkpoint
 from vitrail.engine.conversation import Picture, parse_conversation
-from vitrail.engine.prepare import Assets, Preparer, Prompt, ServingFacts, load_assets
+from vitrail.engine.prepare import Preparer, Prompt, ServingFacts
 from vitrail.engine.request import SamplingParams
+from vitrail.models.assets import Assets, load_assets
+from vitrail.models.checkpoint import open_checkpoint
 from vitrail.tokenizer.chat import ChatOptions
 from vitrail.vision.image import ImageLimits
 
@@ -238,3 +239,18 @@ def test_patches_of_every_source_are_equal(preparer: Preparer, tmp_path: Path):
     for one in seen[1:]:
         assert one.identity == seen[0].identity
         np.testing.assert_array_equal(one.patches, seen[0].patches)
+
+
+def test_pictures_opened_side_by_side_keep_their_order(folder: Path):
+    """As alone, whatever each costs; of several that are refused the first is named."""
+    made = make(folder, image_workers=3)
+    sizes = [(140, 98), (30, 30), (50, 130)]
+    images = [picture(width, height, colour) for colour, (width, height) in enumerate(sizes)]
+    together = chat(made, *images)
+    assert [i.identity for i in together.images] == [
+        chat(made, image).images[0].identity for image in images
+    ]
+    long = picture(7200, 2)
+    finding = refusal(chat, made, images[0], long, picture(224, 112))
+    alone = refusal(chat, made, long)
+    assert (finding.saw, finding.code) == (alone.saw, alone.code)

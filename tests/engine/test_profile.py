@@ -10,10 +10,10 @@ from torch.nn.modules import module
 from vitrail import LLM, SamplingParams
 from vitrail.cli import DEMO
 from vitrail.config.finding import Refused
-from vitrail.engine.checkpoint import open_checkpoint
 from vitrail.engine.ipc import ProfileWindow
 from vitrail.engine.kernel_groups import GROUPS, LAUNCH, breakdown, read_trace
 from vitrail.engine.profile import SUMMARY, TRACE, ProfiledEngine, profiled
+from vitrail.models.checkpoint import open_checkpoint
 
 PARAMS = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
 PROMPTS = [{"prompt_token_ids": [5 + i] * 9} for i in range(3)]

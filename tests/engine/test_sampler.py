@@ -45,7 +45,7 @@ def draw(sampler: Sampler, logits: torch.Tensor, slots, u, index=None) -> list[i
 def sample(sampler: Sampler, logits: torch.Tensor, slots, u, index) -> Sampled:
     """One step, its numbers through the door."""
     sent = Door(CPU).parcel()
-    asked = sampler.ask(np.asarray(slots), np.asarray(u, np.float64), index, sent)
+    asked = sampler.ask(np.asarray(slots), lambda: np.asarray(u, np.float64), index, sent)
     got = sent.send()
     sampler.settle(asked, got)
     return sampler.sample(logits, asked, got)

@@ -151,13 +151,14 @@ def _mla_checks(tokens: int, kv_b_HXR: Tensor) -> Iterator[Check]:
     out_THR = normal(tokens, SIZES.heads, SIZES.rank)
     yield _check("values", tokens, fast_mla.values, naive_mla.values, (out_THR, v_b_HER))
     row_TC = normal(tokens, SIZES.row)
-    yield _check(
-        "expanded_keys",
-        tokens,
-        fast_mla.expanded_keys,
-        naive_mla.expanded_keys,
-        (row_TC, kv_b_HXR.flatten(0, 1), SIZES),
-    )
+    for mend in (False, True):
+        yield _check(
+            "expanded_keys",
+            tokens,
+            fast_mla.expanded_keys,
+            naive_mla.expanded_keys,
+            (row_TC, kv_b_HXR.flatten(0, 1), SIZES, mend),
+        )
 
 
 def _check(name: str, tokens: int, ours: Callable, plain: Callable, inputs: tuple) -> Check:

@@ -97,7 +97,7 @@ def test_nothing_is_asked_of_the_device(tokens: int) -> None:
         q = ops.absorbed_queries(row, kv_b[:, : SIZES.nope], latent_norm, turns, SIZES, into)
         ops.values(q[..., : SIZES.rank], kv_b[:, SIZES.nope :])
         ops.expanded_queries(row, latent_norm, turns, SIZES, into)
-        ops.expanded_keys(q[:, 0], kv_b.flatten(0, 1), SIZES)
+        ops.expanded_keys(q[:, 0], kv_b.flatten(0, 1), SIZES, True)
         select_norm(device).add_rms_norm(x, x, norm, 1e-5)
         select_linear(device).scores(x, matrix)
 

@@ -2,6 +2,7 @@
 e4m3 against fp32, memory as planned."""
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -125,14 +126,23 @@ def launches_without_waiting(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runner, "launch", watched)
 
 
+@pytest.fixture
+def as_served() -> Iterator[None]:
+    """Without what the suite asks of torch: some of what is launched is not deterministic."""
+    torch.use_deterministic_algorithms(False)
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    yield
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+
+
+@pytest.mark.usefixtures("as_served")
 @pytest.mark.parametrize("cuda_graphs", [None, 0, 5])
 def test_batches_of_every_kind_launch_without_waiting_and_give_the_same_tokens(
     cuda_graphs: int | None, monkeypatch: pytest.MonkeyPatch
 ):
     """Greedy rows in fp32 give what a CPU gives. Eleven requests end one by one, so graphs are
     padded."""
-    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)
-    torch.use_deterministic_algorithms(False)
     prompts = [{"prompt_token_ids": list(range(1, 12 + 3 * i))} for i in range(11)]
     kinds: tuple[dict[str, Any], ...] = (
         {"temperature": 0},
@@ -150,7 +160,6 @@ def test_batches_of_every_kind_launch_without_waiting_and_give_the_same_tokens(
     llm.generate(prompts, params)  # whatever is made at a first call
     launches_without_waiting(llm, monkeypatch)
     together = llm.generate(prompts, params)
-    torch.use_deterministic_algorithms(True)
     for i, (got, want) in enumerate(zip(together, on_cpu, strict=True)):
         assert got.outputs[0].error is None
         if i % 4 in (0, 3):

@@ -9,7 +9,7 @@ from vitrail.attention.installed import releases
 from vitrail.attention.plan import PlanLimits, make_table
 from vitrail.config.hardware import from_device
 from vitrail.engine.encode import send
-from vitrail.engine.encode_graphs import EncodeGraphs
+from vitrail.engine.encode_graphs import EncodeGraphs, ladder
 from vitrail.ops.resize.naive import Resample
 from vitrail.ops.resize.taps import taps
 from vitrail.ops.vision import naive
@@ -137,7 +137,8 @@ def test_a_graph_is_the_tower(sizes):
         facts.name, facts.major * 10 + facts.minor, facts.multi_processor_count, facts.total_memory
     )
     table = make_table(tower.sites(), limits, gpu, None, releases())
-    graphs = EncodeGraphs(Towered(tower), table, CONFIG, 4356, torch.device("cuda"))
+    rungs = ladder(4356, 64, 4356)
+    graphs = EncodeGraphs(Towered(tower), table, CONFIG, rungs, torch.device("cuda"))
     if not len(graphs):
         pytest.skip("the planned backend takes lengths from the host")
     graphs.capture()

@@ -161,6 +161,19 @@ def test_keys_expanded_in_pieces_are_the_whole(prefix: int, piece: int) -> None:
     torch.testing.assert_close(got.double(), want[prefix:], atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("batch", [1, 3])
+def test_pieces_of_several_sequences_are_said_to_be_mended(batch: int) -> None:
+    """As `expanded_keys` is asked to make them."""
+    table = torch.arange(2 * batch, dtype=torch.int32).view(batch, 2)
+    ctx = Bench(MlaForms()).context(0, 5, decode=False)
+    meta = paged_metadata(PAGE, [5] * batch, [5] * batch, table)
+    for given in (meta, with_chunks(meta)):
+        prefill = mla_context(replace(ctx, prefill=given), MlaForms()).prefill
+        assert prefill is not None
+        assert prefill.chunks
+        assert {c.meta.mended for c in prefill.chunks} == {batch > 1}
+
+
 def test_expanding_without_pieces_is_an_error_of_ours() -> None:
     bench, x = Bench(MlaForms()), hidden(5)
     ctx = bench.context(0, 5, decode=False)

@@ -11,7 +11,7 @@ import pytest
 from tests.weights.gguf_files import LLAMA, convert, write
 from vitrail import LLM, SamplingParams
 from vitrail.config.finding import Finding, Refused
-from vitrail.engine.checkpoint import Checkpoint, open_checkpoint
+from vitrail.models.checkpoint import Checkpoint, open_checkpoint
 from vitrail.models.gguf import LLAMA3 as LLAMA3_WORDS
 from vitrail.models.gguf import ROPE_FACTORS, published_config
 from vitrail.weights.gguf import GgufFile, GgufTensors

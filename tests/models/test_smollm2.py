@@ -15,7 +15,7 @@ from tests.smollm2 import smollm2_path
 from tests.weights.gguf_files import as_qwen2
 from vitrail import LLM, SamplingParams
 from vitrail.config.finding import Refused
-from vitrail.engine.checkpoint import open_checkpoint
+from vitrail.models.checkpoint import open_checkpoint
 from vitrail.tokenizer.gguf import read_tokenizer
 from vitrail.tokenizer.tokenizer import Tokenizer
 

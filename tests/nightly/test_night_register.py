@@ -138,27 +138,36 @@ def test_the_workflow_calls_the_night_as_it_is():
     assert used <= set(parser._option_string_actions)
 
 
-def test_a_call_lists_picks_and_refuses(capsys: pytest.CaptureFixture[str]):
+def test_a_call_lists_picks_and_refuses(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    def marked(suite: str, minutes: int) -> str:
+        mark = f'@pytest.mark.suite("{suite}", minutes={minutes}, owner="o")'
+        return f"import pytest\n{mark}\ndef test_a(): pass\n"
+
+    files = {f"tests/test_{i}.py": marked("kernels", i) for i in range(1, 6)}
+    root = write_tree(tmp_path, {**files, "tests/test_9.py": marked("parity", 9)})
     parser = ArgumentParser()
     add_nightly(parser)
 
     def call(*flags: str) -> str:
-        args = parser.parse_args(["--root", str(ROOT), "--list", *flags])
+        args = parser.parse_args(["--root", str(root), "--list", *flags])
         assert args.run(args) == 0
         return capsys.readouterr().out
 
-    kernels = call("--suite", "kernels")
-    assert "kernels: tests/nightly/test_demo_kernels.py" in kernels
-    assert "parity:" not in kernels
-    parts = [call("--suite", "kernels", "--shard", f"{i}/3").splitlines()[:-1] for i in (1, 2, 3)]
-    assert sorted(line for part in parts for line in part) == sorted(kernels.splitlines()[:-1])
+    assert "parity: tests/test_9.py test_a  (o)" in call()
+    kernels = call("--suite", "kernels").splitlines()
+    assert kernels[0].split()[:3] == ["5.0", "min", "kernels:"]
+    assert kernels[-1].split() == ["15.0", "min", "5", "jobs"]
+    parts = [call("--suite", "kernels", "--shard", f"{i}/2").splitlines()[:-1] for i in (1, 2)]
+    assert sorted(line for part in parts for line in part) == sorted(kernels[:-1])
+    assert len(call("--only", "test_1", "--only", "test_9").splitlines()) == 3
     for flags, saw in (
         (("--only", "no such job"), "no job of any suite"),
         (("--shard", "4/3"), "'4/3'"),
         (("--bisect", "abc"), "'abc'"),
+        (("--root", str(tmp_path / "nowhere")), "no tests in"),
     ):
         with pytest.raises(Refused, match=saw):
             call(*flags)
-    args = parser.parse_args(["--root", str(ROOT), "--model", "m", "--only", "test_demo_kernels"])
+    args = parser.parse_args(["--root", str(root), "--model", "m"])
     with pytest.raises(Refused, match="both or neither"):
         args.run(args)

@@ -24,7 +24,16 @@ from vitrail.ops.moe import triton as kernels
 from vitrail.ops.moe.plan import Choice
 from vitrail.ops.moe.tile import ExpertsPlan
 
-NAMES = ("score", "choose", "count", "place", "gather", "up", "down", "join")
+NAMES = (
+    "moe_score",
+    "moe_choose",
+    "moe_scatter",
+    "moe_lay",
+    "moe_up",
+    "moe_down",
+    "moe_join",
+    "moe_down_join",
+)
 TYPES = {
     torch.bfloat16: "bf16",
     torch.float32: "fp32",

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from tests.ops.kernels import interpreted
-from vitrail.ops.linear import fused
+from vitrail.ops.linear import fixed, fused
 from vitrail.ops.linear.naive import add_norm_linear, linear, scores
-from vitrail.ops.linear.table import MAX_TURNS, THREAD_VALUES, Way, way
+from vitrail.ops.linear.table import MAX_TURNS, THREAD_VALUES, Way, fixed_way, way
 
 EPS = 1e-5
 WAYS = [Way(2, 64, 1), Way(8, 64, 4)]
@@ -113,3 +113,38 @@ def test_what_was_measured_decides() -> None:
 
 def test_channels_that_are_no_wide_loads_are_the_library_s() -> None:
     assert way(1, 2048, 2047, False) is None
+
+
+@interpreted
+@pytest.mark.parametrize(("outputs", "channels"), [(33, 53), (70, 128)])
+@pytest.mark.parametrize("biased", [True, False])
+def test_a_fixed_product_is_the_definition_and_its_rows_are_alike(
+    outputs: int, channels: int, biased: bool
+) -> None:
+    """Of rows of a wider tensor, in one tile and in two, whatever is behind them: in the
+    interpreter the bits of a tile follow from what it holds and where, on a GPU not even from
+    where."""
+    x, _, matrix, _ = operands(131, outputs, channels)
+    bias = torch.randn(outputs) if biased else None
+    got = fixed.linear(x, matrix, bias)
+    torch.testing.assert_close(got, linear(x, matrix, bias), atol=1e-5, rtol=1e-5)
+    for rows in (slice(0, 1), slice(0, 70), slice(128, 131)):  # at the edge of a tile
+        assert torch.equal(fixed.linear(x[rows], matrix, bias), got[rows])
+    assert torch.equal(fixed.linear(x[None, :3], matrix, bias), got[None, :3])
+    assert fixed.linear(x[:0], matrix, bias).shape == (0, outputs)
+    wide = fixed.scores(x[:2].half(), matrix.half())
+    assert wide.dtype == torch.float32
+
+
+@interpreted
+def test_a_norm_before_a_fixed_product_is_the_definition() -> None:
+    x, residual, matrix, norm = operands(5, 33, 53)
+    for added in (residual, None):
+        got, total = fixed.add_norm_linear(x, added, norm, EPS, matrix)
+        want, expected = add_norm_linear(x, added, norm, EPS, matrix)
+        torch.testing.assert_close(total, expected)
+        torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
+
+
+def test_the_fixed_way_asks_for_nothing_but_the_matrix() -> None:
+    assert fixed_way(8192).outputs == 2 * fixed_way(8191).outputs

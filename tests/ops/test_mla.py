@@ -94,7 +94,7 @@ def test_a_latent_scores_the_same_in_both_forms(sizes: MlaSizes) -> None:
     s = step(9, sizes)
     q_THD, q_THC, row_TC = expanded(naive, s), absorbed(naive, s), s.rows()
     kv_b = torch.cat((s.k_b_HNR, s.v_b_HER), 1).flatten(0, 1)
-    k_THD, v_THE = naive.expanded_keys(row_TC, kv_b, sizes)
+    k_THD, v_THE = naive.expanded_keys(row_TC, kv_b, sizes, False)
     want = torch.einsum("thd,shd->hts", q_THD, k_THD)
     got = torch.einsum("thc,sc->hts", q_THC, row_TC)
     torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
@@ -178,7 +178,7 @@ def test_a_pool_of_any_strides_is_written() -> None:
 
 @interpreted
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
-@pytest.mark.parametrize("tokens", [0, 1, 4, 5, 35, fused.MAX_VALUE_TOKENS + 3])
+@pytest.mark.parametrize("tokens", [0, 1, 3, 4, 5, 35, 70])
 def test_values_are_the_definition(tokens: int, sizes: MlaSizes) -> None:
     s = step(1, sizes)
     torch.manual_seed(tokens)
@@ -188,16 +188,55 @@ def test_values_are_the_definition(tokens: int, sizes: MlaSizes) -> None:
 
 
 @interpreted
+def test_values_of_many_tokens_are_the_library_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    s = step(1, ODD)
+    out_THR = torch.randn(7, ODD.heads, ODD.rank)
+    monkeypatch.setattr(fused, "MAX_VALUE_TOKENS", 6)
+    want = naive.values(out_THR, s.v_b_HER)
+    torch.testing.assert_close(fused.values(out_THR, s.v_b_HER), want, atol=1e-5, rtol=1e-5)
+
+
+@interpreted
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
+@pytest.mark.parametrize("mend", [False, True])
 @pytest.mark.parametrize("tokens", [0, 1, 9])
-def test_expanded_keys_are_the_definition(tokens: int, sizes: MlaSizes) -> None:
+def test_expanded_keys_are_the_definition(tokens: int, mend: bool, sizes: MlaSizes) -> None:
     s = step(1, sizes)
     torch.manual_seed(tokens)
     row_TC = torch.randn(tokens, sizes.row + 1)[:, 1:]
     kv_b = torch.cat((s.k_b_HNR, s.v_b_HER), 1).flatten(0, 1)
     for got, want in zip(
-        fused.expanded_keys(row_TC, kv_b, sizes),
-        naive.expanded_keys(row_TC, kv_b, sizes),
+        fused.expanded_keys(row_TC, kv_b, sizes, mend),
+        naive.expanded_keys(row_TC, kv_b, sizes, mend),
         strict=True,
     ):
         torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
+
+
+def faulty_keys(ops) -> tuple[Tensor, Tensor]:
+    """Row 3 has a latent that is no number, row 5 an infinite one, row 6 a rotary channel; a value
+    of head 1 alone overflows in row 1."""
+    s = step(1)
+    row_TC = torch.ones(8, ODD.row)
+    row_TC[3, 0], row_TC[5, 2], row_TC[6, -1] = torch.nan, torch.inf, torch.nan
+    kv_b_HXR = torch.cat((s.k_b_HNR, s.v_b_HER), 1)
+    kv_b_HXR[1, -1] = 0
+    kv_b_HXR[1, -1, 4] = 3e38
+    row_TC[1, 4] = 3e38
+    return ops.expanded_keys(row_TC, kv_b_HXR.flatten(0, 1), ODD, True)
+
+
+@pytest.mark.parametrize(
+    "ops", [naive, pytest.param(fused, marks=interpreted)], ids=["naive", "fused"]
+)
+def test_values_that_are_not_finite_are_zeros_and_their_keys_nan(ops) -> None:
+    k_THD, v_THE = faulty_keys(ops)
+    assert v_THE.isfinite().all()
+    blank = k_THD.isnan().all(-1)
+    assert blank.tolist() == [
+        [False] * 3, [False, True, False], [False] * 3, [True] * 3, [False] * 3, [True] * 3,
+        [False] * 3, [False] * 3,
+    ]  # fmt: skip
+    assert (v_THE[blank] == 0).all()
+    assert (v_THE[~blank] != 0).any(-1).all()
+    assert k_THD[6, :, :-1].isfinite().all()

@@ -11,7 +11,7 @@ from vitrail.ops.vision.naive import Grids
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs them compiled")
 CPU = torch.device("cpu")
-SIZES = [(2, 3), (1, 1), (5, 7), (4, 2), (9, 1)]
+SIZES = [(2, 3), (1, 1), (3, 4), (5, 1)]
 COUNT = sum(h * w for h, w in SIZES)
 DTYPES = (torch.float32, torch.float16)
 
@@ -46,8 +46,9 @@ def test_embed_pads_what_is_not_wide(features):
     close(kernels.embed(floats, weight, bias), naive.embed(floats, weight, bias), 8)
 
 
-@pytest.mark.parametrize("table", [(4, 4), (5, 7), (1, 1), (16, 3)])
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("table", "dtype"), [((3, 4), DTYPES[0]), ((16, 3), DTYPES[0]), ((1, 1), DTYPES[1])]
+)
 def test_positions_are_torchs_bicubic(table, dtype):
     x, learned = drawn(COUNT, 21, dtype=dtype), drawn(*table, 21, seed=1, dtype=dtype)
     grids = Grids.of(SIZES, CPU)
@@ -57,16 +58,16 @@ def test_positions_are_torchs_bicubic(table, dtype):
 
 @pytest.mark.parametrize("dim", [4, 72])
 def test_tables_are_the_definition_up_to_the_longest_side(dim):
-    grids = Grids.of([*SIZES, (1, 300) if dim == 4 else (300, 1)], CPU)
+    grids = Grids.of([*SIZES, (1, 90) if dim == 4 else (90, 1)], CPU)
     got, want = (m.rope_tables(grids, dim, 10000.0, CPU) for m in (kernels, naive))
     for a, b in zip(got, want, strict=True):
-        assert (a - b).abs().max() <= 1e-4  # of angles up to 300 in fp32
+        assert (a - b).abs().max() <= 1e-4  # of angles up to 90 in fp32
         assert (a[:COUNT] - b[:COUNT]).abs().max() <= 2e-6
 
 
 def test_many_grids_and_empty_ones():
     """More than a program looks at together; empty ones anywhere, as in a graph's padding."""
-    sizes = [(0, 0), (1, 2), (0, 0), *[(1, 1 + i % 3) for i in range(18)], (2, 2), (0, 0), (0, 0)]
+    sizes = [(0, 0), (1, 2), (0, 0), *[(1, 1 + i % 3) for i in range(15)], (2, 2), (0, 0), (0, 0)]
     some = [size for size in sizes if size != (0, 0)]
     grids, full = Grids.of(sizes, CPU), Grids.of(some, CPU)
     x, learned = drawn(full.num_patches, 6), drawn(4, 4, 6, seed=1)

@@ -10,9 +10,10 @@ import httpx
 
 from tests.server.served import free_port, wait_for_port
 from vitrail.config.engine import EngineConfig
-from vitrail.engine.checkpoint import open_checkpoint
 from vitrail.engine.client import EngineClient
-from vitrail.engine.prepare import Preparer, load_assets
+from vitrail.engine.prepare import Preparer
+from vitrail.models.assets import load_assets
+from vitrail.models.checkpoint import open_checkpoint
 from vitrail.server.app import App
 from vitrail.server.run import HTTP_SERVERS, Http
 

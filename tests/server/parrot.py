@@ -10,10 +10,10 @@ import time
 
 from vitrail.config.finding import Finding
 from vitrail.config.model import PatchRules
-from vitrail.engine.checkpoint import open_checkpoint
 from vitrail.engine.ipc import Abort, EngineChannel, Ready, Refusal, Stats, Stepped, Submit
 from vitrail.engine.prepare import ServingFacts
 from vitrail.engine.request import EngineRequest, FinishReason, Output
+from vitrail.models.checkpoint import open_checkpoint
 
 # What a seed asks for.
 FAIL_FIRST, FAIL_LATER, REFUSE, DIE, MUTE, BURST = range(1001, 1007)

@@ -6,8 +6,8 @@ import torch
 from moonvit_reference import CONFIG
 from torch import Tensor, nn
 
-from tests.live_bytes import LiveBytes
 from vitrail.attention.plan import PlanLimits, make_table
+from vitrail.check.live_bytes import LiveBytes
 from vitrail.config.hardware import CPU, find
 from vitrail.vision.attention import VisionAttentionMetadata
 from vitrail.vision.moonvit import MoonVit

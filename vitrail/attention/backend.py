@@ -18,6 +18,9 @@ from vitrail.attention.records import Lengths
 from vitrail.config.model import KvScales
 
 UNSCALED = KvScales()
+# Of no plan: `check` runs models on the meta device by it.
+HOLLOW = "hollow"
+_MODULES = {**BACKENDS, HOLLOW: "vitrail.attention.backends.hollow"}
 
 
 class Attended(NamedTuple):
@@ -89,4 +92,4 @@ class AttentionBackend(Protocol):
 @cache
 def load_backend(name: str) -> AttentionBackend:
     """`BACKEND` of the module that `BACKENDS` gives for a plan's `backend`; it has no state."""
-    return import_module(BACKENDS[name]).BACKEND
+    return import_module(_MODULES[name]).BACKEND

@@ -233,12 +233,11 @@ def cut_chunks(
 def place_chunks(
     meta: PagedMetadata,
     cuts: Sequence[ChunkCut],
-    edges_B1: Int[Tensor, "B1"],
+    slots_S: Int[Tensor, "S"],
     sums: Sequence[tuple[Tensor, Tensor]],
 ) -> PagedMetadata:
-    """`meta` in the pieces of `cuts`. `edges`: prefix sums of its keys; `sums`: of each piece's
-    queries and keys. Asks nothing of the device."""
-    slots_S = key_slots(meta, edges_B1)
+    """`meta` in the pieces of `cuts`. `slots`: int64, of all its keys, packed (`key_slots`);
+    `sums`: prefix sums of each piece's queries and keys. Asks nothing of the device."""
     chunks = tuple(
         KvChunk(
             slots=slots_S[c.start : c.stop],
@@ -263,16 +262,14 @@ def with_chunks(meta: PagedMetadata, max_tokens: int = CHUNK_TOKENS) -> PagedMet
     device, cuts = meta.block_table.device, cut_chunks(meta.q_lens, meta.kv_lens, max_tokens)
     lengths = [c.lengths for c in cuts]
     sums = [(prefix_sums(n.q_lens, device), prefix_sums(n.kv_lens, device)) for n in lengths]
-    return place_chunks(meta, cuts, prefix_sums(meta.kv_lens, device), sums)
+    return place_chunks(meta, cuts, key_slots(meta), sums)
 
 
-def key_slots(meta: PagedMetadata, edges_B1: Int[Tensor, "B1"] | None = None) -> Int[Tensor, "S"]:
-    """int64 slots of all keys of all sequences, packed in order. Reads only live table entries.
-    `edges`: prefix sums of the keys, where they are at hand."""
+def key_slots(meta: PagedMetadata) -> Int[Tensor, "S"]:
+    """int64 slots of all keys of all sequences, packed in order. Reads only live table entries."""
     device = meta.block_table.device
     total = sum(meta.kv_lens)
-    if edges_B1 is None:
-        edges_B1 = prefix_sums(meta.kv_lens, device)
+    edges_B1 = prefix_sums(meta.kv_lens, device).long()
     rows_S = torch.repeat_interleave(
         torch.arange(meta.batch, device=device), meta.kv_lens_dev.long(), output_size=total
     )

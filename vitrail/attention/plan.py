@@ -372,7 +372,9 @@ def _plan_kernel(name: str, shape: AttentionShape, c: Choice) -> AttentionPlan:
 class PlanLimits:
     """The bounds an engine plans for. `page_size` None: an encoder without a cache; then a
     sequence's queries are its keys and `max_q_len` is not used. `kv_dtype`: what the pages
-    hold. `batch_invariant` as in `AttentionShape`."""
+    hold. `batch_invariant` as in `AttentionShape`. `decodes_extend`: a decode is planned as an
+    extend of one query, so that the same kernel in the same tiles serves a position as part of a
+    prompt and by itself."""
 
     dtype: DType
     page_size: int | None
@@ -381,6 +383,7 @@ class PlanLimits:
     max_kv_len: int
     kv_dtype: KvDType | None = None
     batch_invariant: bool = False
+    decodes_extend: bool = False
 
 
 class PlanTable:
@@ -446,6 +449,8 @@ def make_table(
 def _bucket(
     site: AttentionSite, phase: Phase, limits: PlanLimits, batch: int, kv_len: int
 ) -> AttentionShape:
+    if limits.decodes_extend and phase is Phase.DECODE:
+        phase = Phase.EXTEND
     max_q_len = {Phase.ENCODE: kv_len, Phase.DECODE: 1}.get(phase, min(limits.max_q_len, kv_len))
     return AttentionShape(
         site=site,

@@ -26,6 +26,7 @@ CANDIDATES = 24
 START_TILES = 2
 TILE_SPLITS = 16
 COMBINE_SPLITS = 32
+NO_COMBINES = np.zeros((0, COMBINE_FIELDS), np.int32)
 
 
 class Lengths(NamedTuple):
@@ -112,7 +113,7 @@ def records_of(plan: AttentionPlan, lengths: Lengths) -> Records:
 def decode_records(plan: AttentionPlan, kv_lens: Ints, kv_bases: Ints) -> Records:
     """`make_records` of one query a sequence, the last of its keys, in a fraction of its time: what
     a step of decodes waits for."""
-    site, count = plan.shape.site, len(kv_lens)
+    site = plan.shape.site
     group = site.num_q_heads // site.num_kv_heads
     if group > plan.tile_m or not site.causal:
         return make_records(plan, np.ones_like(kv_lens), kv_lens, kv_lens - 1, kv_bases)
@@ -123,30 +124,72 @@ def decode_records(plan: AttentionPlan, kv_lens: Ints, kv_bases: Ints) -> Record
     first_page = lo // page
     pieces, size = cut(plan, -(-kv_lens // page) - first_page)
     split = pieces > 1
-    alone = not split.any()
-    block, nth = (np.arange(count), np.zeros_like(kv_lens)) if alone else _repeated(pieces)
-    begin = first_page * page if alone else (first_page[block] + nth * size[block]) * page
-    items = np.empty((len(block), ITEM_FIELDS), np.int32)
-    low, high = np.maximum(begin, lo[block]), kv_lens[block]
-    if not alone:
-        high = np.minimum(begin + size[block] * page, high)
+    if not split.any():
+        return Records(_whole_items(kv_lens, kv_bases, lo, group, site.sink), NO_COMBINES, 0)
+    block, nth = _repeated(pieces)
+    begin = (first_page[block] + nth * size[block]) * page
+    low = np.maximum(begin, lo[block])
+    high = np.minimum(begin + size[block] * page, kv_lens[block])
     slot = np.where(split, np.cumsum(pieces * split) - pieces * split, -1)
     order = np.argsort(low - high, kind="stable")
     block, nth = block[order], nth[order]
+    items = np.zeros((len(block), ITEM_FIELDS), np.int32)
     items[:, 0] = block
-    items[:, 1] = 0
     items[:, 2] = group
     items[:, 3] = kv_lens[block] - 1
     items[:, 4] = kv_bases[block]
     items[:, 5] = low[order]
     items[:, 6] = high[order]
-    items[:, 7] = -1 if alone else np.where(split[block], slot[block] + nth, -1)
+    items[:, 7] = np.where(split[block], slot[block] + nth, -1)
     items[:, 8] = (nth == 0) & site.sink
     rows = np.flatnonzero(split)
     combines = np.zeros((len(rows), COMBINE_FIELDS), np.int32)
     combines[:, 0], combines[:, 2] = rows, group
     combines[:, 3], combines[:, 4] = slot[rows], pieces[rows]
     return Records(items, combines, int(pieces[rows].sum()))
+
+
+def _whole_items(
+    kv_lens: Ints, kv_bases: Ints, lo: Ints, group: int, sink: bool
+) -> NDArray[np.int32]:
+    """An item a sequence."""
+    order = np.argsort(lo - kv_lens, kind="stable")
+    items = np.zeros((len(order), ITEM_FIELDS), np.int32)
+    keys = kv_lens[order]
+    items[:, 0], items[:, 2], items[:, 3] = order, group, keys - 1
+    items[:, 4], items[:, 5], items[:, 6] = kv_bases[order], lo[order], keys
+    items[:, 7], items[:, 8] = -1, sink
+    return items
+
+
+class DecodeRecords:
+    """The records of a decode in arrays of fixed size, zeros behind them, as step follows step:
+    where no sequence began another page since, lengths alone are written over. What is written is
+    `decode_records` of block table rows in order, the items maybe in another order."""
+
+    def __init__(self, plan: AttentionPlan, items: NDArray[np.int32], combines: NDArray[np.int32]):
+        self._plan, self._items, self._combines = plan, items, combines
+        self._page = plan.shape.page_size or 1
+        self._pages = np.zeros(0, np.int64)
+        self._last = np.zeros(0, np.int64)  # items that end with their sequence
+        self._used = (0, 0)
+
+    def update(self, kv_lens: Ints) -> None:
+        """Keys of each sequence now."""
+        pages = -(-kv_lens // self._page)
+        if self._plan.shape.site.window is None and np.array_equal(pages, self._pages):
+            used = self._items[: self._used[0]]
+            used[:, 3] = kv_lens[used[:, 0]] - 1
+            used[self._last, 6] = kv_lens[used[self._last, 0]]
+            return
+        self._pages = pages
+        made = decode_records(self._plan, kv_lens, np.arange(len(kv_lens)))
+        arrays = (self._items, self._combines)
+        for into, new, before in zip(arrays, made[:2], self._used, strict=True):
+            into[: len(new)] = new
+            into[len(new) : before] = 0
+        self._used = (len(made.items), len(made.combines))
+        self._last = np.flatnonzero(made.items[:, 6] == kv_lens[made.items[:, 0]])
 
 
 def room(plan: AttentionPlan, batch: int) -> tuple[int, int]:

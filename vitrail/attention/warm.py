@@ -1,46 +1,114 @@
 """Compiles every kernel that a table of plans names before anything is served: what does not
-compile here is refused, and no request waits for a compiler. Triton keeps what it made on disk."""
+compile here is refused, and no request waits for a compiler. What was compiled is kept on disk, by
+Triton and by `backends/kept`, which makes two things cheap: the next start, and compilers in
+processes of their own that begin while this one still loads (`warm_ahead`). Those only fill the
+disk: what is found wrong, and in which order, is decided here."""
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterable, Iterator
+from typing import NamedTuple
 
+import msgspec
+
+from vitrail.attention.decode_spec import Spec, spec
 from vitrail.attention.plan import AttentionPlan
 from vitrail.config.finding import Finding
 from vitrail.config.hardware import Hardware
 
 
+class Question(msgspec.Struct, frozen=True, kw_only=True):
+    """To a compiler's process: kernels `names` of what these plans name."""
+
+    plans: list[AttentionPlan]
+    names: list[str]
+    gpu: Hardware
+
+
+def warm_ahead(plans: Iterable[AttentionPlan], gpu: Hardware) -> list[subprocess.Popen[bytes]]:
+    """Compile what is not on disk yet in processes of their own, as many as there are cores for,
+    and do not wait: the caller does. What fails in one is found by `warm`."""
+    wanted: dict[str, AttentionPlan] = {}
+    for plan in plans:
+        wanted |= {name: plan for name, job in _jobs(plan, gpu) if not job.kept()}
+    most = min(len(wanted), max(1, (os.cpu_count() or 1) - 2))
+    started: list[subprocess.Popen[bytes]] = []
+    for number in range(most if len(wanted) > 1 else 0):
+        names = list(wanted)[number::most]
+        question = Question(plans=[wanted[n] for n in names], names=names, gpu=gpu)
+        command = [sys.executable, "-m", "vitrail.attention.warm_process"]
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.DEVNULL)
+        assert process.stdin is not None, "asked for"
+        process.stdin.write(msgspec.json.encode(question))
+        process.stdin.close()
+        started.append(process)
+    return started
+
+
+def answer(question: Question) -> None:
+    """The process's side: compile what was asked for. Raises what a compiler raises."""
+    for plan, wanted in zip(question.plans, question.names, strict=True):
+        for name, job in _jobs(plan, question.gpu):
+            if name == wanted:
+                job.make()
+
+
+class Job(NamedTuple):
+    """`make` compiles a kernel, or finds it; `kept`: whether it is known to be on disk."""
+
+    make: Callable[[], object]
+    kept: Callable[[], bool]
+
+
 def warm(plans: Iterable[AttentionPlan], gpu: Hardware) -> list[Finding]:
     """For the GPU at hand, each distinct kernel once. Empty, or the errors of those that failed."""
-    jobs: dict[str, tuple[AttentionPlan, Callable[[], object]]] = {}
+    jobs: dict[str, tuple[AttentionPlan, Job]] = {}
     for plan in plans:
         for name, job in _jobs(plan, gpu):
             jobs.setdefault(name, (plan, job))
     found: list[Finding] = []
     for plan, job in jobs.values():
         try:
-            job()
+            job.make()
         except Exception as error:  # noqa: BLE001  whatever a compiler raises is a refusal
             found.append(_failed(plan, gpu, error))
     return found
 
 
-def _jobs(plan: AttentionPlan, gpu: Hardware) -> Iterator[tuple[str, Callable[[], object]]]:
+def _jobs(plan: AttentionPlan, gpu: Hardware) -> Iterator[tuple[str, Job]]:
     """What is compiled for a plan, by a name that equal kernels share."""
     if plan.backend == "reference":
         return
+    from vitrail.attention.backends.kept import is_kept
     from vitrail.attention.compile import compile_launch, triton_launches
 
     for launch in triton_launches(plan):
-        yield repr(launch), lambda launch=launch: compile_launch(launch, gpu.cc)
+        # a look at Triton's disk costs about what finding it there does
+        yield repr(launch), Job(lambda launch=launch: compile_launch(launch, gpu.cc), lambda: True)
     if plan.backend == "cute":
-        from vitrail.attention.backends.cute import compiled
-        from vitrail.attention.decode_spec import spec
-
-        yield repr(spec(plan)), lambda: compiled(spec(plan))
+        made = spec(plan)
+        yield (
+            repr(made),
+            Job(lambda: _cute(made), lambda: is_kept(f"cute {made}", ("decode",))),
+        )
     if plan.backend == "fa4":
-        from vitrail.attention.backends.fa4 import kernels_of, launches
+        from vitrail.attention.backends.fa4 import kernels_of, launches, parts_of
 
         for one in launches(plan):
-            yield repr(one), lambda one=one: kernels_of(one)
+            yield (
+                repr(one),
+                Job(
+                    lambda one=one: kernels_of(one),
+                    lambda one=one: is_kept(f"fa4 {one}", parts_of(one)),
+                ),
+            )
+
+
+def _cute(made: Spec) -> object:
+    from vitrail.attention.backends.cute import kernel_of  # imports the compiler: seconds
+
+    return kernel_of(made)
 
 
 def _failed(plan: AttentionPlan, gpu: Hardware, error: Exception) -> Finding:

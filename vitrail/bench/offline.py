@@ -22,11 +22,11 @@ from vitrail.bench.serve import Run, Work
 from vitrail.bench.workload import Arrivals, Closed, Item, Lines, Workload, conversation
 from vitrail.config.engine import EngineConfig
 from vitrail.config.finding import Finding, Refused
-from vitrail.engine.checkpoint import open_checkpoint
 from vitrail.engine.ipc import ProfileWindow
 from vitrail.engine.llm import LLM, AnyPrompt
 from vitrail.engine.profile import profiled
 from vitrail.engine.request import EngineRequest, FinishReason, Output, SamplingParams
+from vitrail.models.checkpoint import open_checkpoint
 
 NAME = "offline"
 IDLE_WAIT_S = 0.05

@@ -16,10 +16,10 @@ from vitrail.bench.record import Spread, spread
 from vitrail.bench.workload import parse_size
 from vitrail.config.engine import EngineConfig
 from vitrail.config.finding import Finding, Refused
-from vitrail.engine.build import Tower, build_tower
-from vitrail.engine.checkpoint import open_checkpoint
-from vitrail.engine.prepare import load_assets
 from vitrail.engine.step import EncodeJob
+from vitrail.engine.tower_alone import Tower, build_tower
+from vitrail.models.assets import load_assets
+from vitrail.models.checkpoint import open_checkpoint
 from vitrail.vision.moonvit import CHANNELS
 from vitrail.vision.preprocess import ImageGrid, ImageProcessor
 

@@ -97,6 +97,11 @@ class KvPool:
         """The place of one row a token in latent layer `i`. Slots of one call are distinct."""
         return LatentSlots(self, i, slots)
 
+    def paged_slots(self, i: int, slots: Int[Tensor, "T"]) -> "PagedSlots":
+        """The place of each token's keys and values in layer `i`. Slots of one call are
+        distinct."""
+        return PagedSlots(self, i, slots)
+
     @property
     def total_bytes(self) -> int:
         """Bytes of all layers' pages on the device."""
@@ -115,6 +120,20 @@ class LatentSlots:
     def write(self, rows: Float[Tensor, "T C"]) -> None:
         """Put each row into its slot, as e4m3 where that is what is stored: row / scale."""
         self._pool.write_latent(self._layer, self.slots_T, rows)
+
+
+class PagedSlots:
+    """Slots `slots_T` of a pool's layer of keys and values, for a kernel that fills them itself."""
+
+    def __init__(self, pool: KvPool, layer: int, slots_T: Int[Tensor, "T"]):
+        self._pool, self._layer = pool, layer
+        self.k_NPKD, self.v_NPKD = pool.paged(layer)
+        self.slots_T = slots_T
+        self.k_scale, self.v_scale = pool.scales(layer)
+
+    def write(self, k_TKD: Float[Tensor, "T K D"], v_TKD: Float[Tensor, "T K D"]) -> None:
+        """Put each token's keys and values into its slot, as e4m3 where that is what is stored."""
+        self._pool.write_paged(self._layer, self.slots_T, k_TKD, v_TKD)
 
 
 def quantized(x: Tensor, scale: float) -> Tensor:

@@ -1,6 +1,6 @@
 """`EngineConfig`: every choice a user has about an engine, validated once and never changed.
 
-At most 25 fields (a test holds it); command-line flags are generated from it, so `help` metadata is
+At most 26 fields (a test holds it); command-line flags are generated from it, so `help` metadata is
 the documentation. What can be derived is derived in a plan, not here.
 """
 
@@ -55,7 +55,7 @@ class EngineConfig:
     )
     memory_fraction: float = _opt(0.9, "share of the GPU's memory that the engine may use")
     encoder_patches: int | None = _opt(
-        None, "image patches encoded in one step; default the largest image"
+        None, "image patches encoded in one step; default the largest image, on a GPU several"
     )
     encoder_cache_bytes: int = _opt(GIB // 4, "cache of encoded images")
     prefix_cache: bool = _opt(True, "reuse the KV of shared prompt prefixes")
@@ -76,6 +76,11 @@ class EngineConfig:
         "frames taken from a video, evenly, each an image; default the checkpoint's, or 8",
     )
     image_workers: int = _opt(2, "threads that decode and patch images")
+    deterministic: bool = _opt(
+        False,
+        "a request's tokens depend on nothing but itself: not on neighbours, chunks or the cache; "
+        "slower",
+    )
 
 
 def validate(config: EngineConfig) -> list[Finding]:
@@ -130,7 +135,7 @@ def validate(config: EngineConfig) -> list[Finding]:
                 change="pass --page-size 64",
             )
         )
-    return [*found, *_graph_findings(config)]
+    return [*found, *_graph_findings(config), *_deterministic_findings(config)]
 
 
 def _graph_findings(config: EngineConfig) -> list[Finding]:
@@ -142,6 +147,19 @@ def _graph_findings(config: EngineConfig) -> list[Finding]:
             saw=f"{config.cuda_graphs} on a CPU",
             rule="graphs are captured on a CUDA device",
             change="leave --cuda-graphs out, or pass --device cuda",
+        )
+    ]
+
+
+def _deterministic_findings(config: EngineConfig) -> list[Finding]:
+    if not config.deterministic or config.attention in (None, "triton", "reference"):
+        return []
+    return [
+        Finding(
+            where="attention",
+            saw=f"{config.attention} with deterministic",
+            rule="one kernel for chunks of prompts and for decodes: triton on a GPU",
+            change="leave --attention out, or --deterministic",
         )
     ]
 

@@ -107,7 +107,7 @@ class _Chunk(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Phase:
-    """A phase's sequences on their way; `edges`: prefix sums of the keys, where they are cut."""
+    """A phase's sequences on their way; `key_slots`: of all keys, where they are cut."""
 
     q_lens: tuple[int, ...]
     kv_lens: tuple[int, ...]
@@ -117,7 +117,7 @@ class _Phase:
     kv: int
     work: tuple[_Work, ...]
     chunks: tuple[_Chunk, ...]
-    edges: int
+    key_slots: int
 
 
 class BatchBuilder:
@@ -197,18 +197,24 @@ class BatchBuilder:
 
     def cache_slots(self, slots: np.ndarray, positions: np.ndarray) -> np.ndarray:
         """int64: page * page_size + offset of each position of a row of the tables."""
-        page, offset = np.divmod(positions, self.page_size)
-        return self._table[slots, page] * np.int64(self.page_size) + offset
+        page = positions // self.page_size
+        return positions + (self._table[slots, page].astype(np.int64) - page) * self.page_size
 
     def _token_layout(self, chunks: Rows, decodes: Rows) -> tuple[np.ndarray, np.ndarray]:
         """Absolute position and flat cache slot of every packed token, int64."""
         if not len(chunks.slots):
             return decodes.starts, self.cache_slots(decodes.slots, decodes.starts)
-        firsts = chunks.lengths.cumsum() - chunks.lengths
-        nth = np.arange(chunks.lengths.sum()) - np.repeat(firsts, chunks.lengths)
-        at = np.concatenate([np.repeat(chunks.starts, chunks.lengths) + nth, decodes.starts])
-        owners = np.concatenate([np.repeat(chunks.slots, chunks.lengths), decodes.slots])
+        owners = np.repeat(chunks.slots, chunks.lengths)
+        at = _ranges(chunks.starts, chunks.lengths)
+        if len(decodes.slots):
+            owners = np.concatenate([owners, decodes.slots])
+            at = np.concatenate([at, decodes.starts])
         return at, self.cache_slots(owners, at)
+
+    def _key_slots(self, rows: Rows, kv_lens: np.ndarray) -> np.ndarray:
+        """int64, of every key of every sequence, packed."""
+        owners = np.repeat(rows.slots, kv_lens)
+        return self.cache_slots(owners, _ranges(np.zeros_like(kv_lens), kv_lens))
 
     def _pack(self, rows: Rows, phase: Phase, plans: PlanTable, sent: Parcel) -> _Phase | None:
         if not len(rows.slots):
@@ -233,7 +239,7 @@ class BatchBuilder:
             kv=sent.add(kv_lens.astype(np.int32)),
             work=_pack_work(select(phase), lengths, sent),
             chunks=tuple(_pack_chunk(c, expanded, sent) for c in cuts),
-            edges=sent.add(_prefix_sums(keys)) if cuts else -1,
+            key_slots=sent.add(self._key_slots(rows, kv_lens)) if cuts else -1,
         )
 
     def _unpack(self, phase: _Phase | None, got: Received) -> PagedMetadata | None:
@@ -249,7 +255,7 @@ class BatchBuilder:
         )
         if phase.chunks:
             sums = [(pair[0], pair[1]) for pair in (got(c.sums) for c in phase.chunks)]
-            meta = place_chunks(meta, [c.cut for c in phase.chunks], got(phase.edges), sums)
+            meta = place_chunks(meta, [c.cut for c in phase.chunks], got(phase.key_slots), sums)
             for sent, placed in zip(phase.chunks, meta.chunks, strict=True):
                 _place_work(sent.work, placed.meta, got)
         _place_work(phase.work, meta, got)
@@ -276,6 +282,12 @@ def _place_work(
 ) -> None:
     for plan, sent, tickets in packed:
         meta.work.put(plan, sent.place(meta, [got(ticket) for ticket in tickets]))
+
+
+def _ranges(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """starts[0], starts[0] + 1, ... as many as lengths[0]; then of the next."""
+    firsts = lengths.cumsum() - lengths
+    return np.arange(lengths.sum()) + np.repeat(starts - firsts, lengths)
 
 
 def _prefix_sums(lengths: Sequence[int]) -> np.ndarray:

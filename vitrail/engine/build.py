@@ -9,58 +9,64 @@ after it."""
 import logging
 import time
 from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
 from typing import NamedTuple, cast
 
 import torch
 from torch import nn
 
 from vitrail.attention.installed import releases
-from vitrail.attention.plan import PlanLimits, PlanTable, make_table
+from vitrail.attention.plan import PlanTable, make_table
 from vitrail.attention.shape import AttentionSite, Phase
-from vitrail.attention.warm import warm
-from vitrail.cache.budget import CacheBudget, plan_cache
+from vitrail.attention.warm import warm, warm_ahead
 from vitrail.cache.encoder import EncoderCache
 from vitrail.cache.encoder_pool import EncoderPool
 from vitrail.cache.kv_pool import KvPool
 from vitrail.cache.manager import Manager
 from vitrail.cache.spec import ITEM_BYTES, LayerSpec
-from vitrail.config.engine import GIB, EngineConfig, validate
-from vitrail.config.finding import Finding, Refused, accept, errors
+from vitrail.check.encoder_peak import encoder_peak, product_bytes
+from vitrail.check.sizes import (
+    CPU_KV_BYTES,
+    Sizes,
+    encoder_budget,
+    graph_sizes,
+    image_limits,
+    kv_bytes,
+    masked_ids,
+    plan_sizes,
+    served_dtype,
+    step_tokens,
+    stored_specs,
+    text_limits,
+)
+from vitrail.check.weights import plan_load, read_headers
+from vitrail.config.engine import EngineConfig, validate
+from vitrail.config.finding import Refused, accept, errors
 from vitrail.config.hardware import Hardware
 from vitrail.config.model import DType, ModelConfig, VisionConfig
 from vitrail.engine.batch import BatchBuilder
-from vitrail.engine.checkpoint import Checkpoint
+from vitrail.engine.deterministic import attention_of, computed_as_asked, model_of
 from vitrail.engine.encode import ImageEncoder
-from vitrail.engine.encode_graphs import EncodeGraphs
+from vitrail.engine.encode_graphs import EncodeGraphs, ladder_of
 from vitrail.engine.engine import Engine
-from vitrail.engine.floors import Shapes
-from vitrail.engine.graphs import GraphParts, capture_graphs, graph_bytes, graph_sizes
+from vitrail.engine.graphs import GraphParts, capture_graphs
 from vitrail.engine.measure import run_worst_steps
 from vitrail.engine.parcel import Door
-from vitrail.engine.placement import (
-    device_of,
-    dtype_of,
-    encoder_patches_of,
-    hardware_of,
-    kv_dtype_of,
-    specs_of,
-    step_tokens_of,
-    video_frames_of,
-)
+from vitrail.engine.placement import device_of, hardware_of, video_frames_of
 from vitrail.engine.prepare import ServingFacts
 from vitrail.engine.runner import Runner, RunnerParts
 from vitrail.engine.sampler import Sampler
 from vitrail.engine.scheduler import Scheduler, SchedulerLimits
+from vitrail.engine.warm_steps import Ahead, begin
 from vitrail.layers.linear import torch_dtype
+from vitrail.models.checkpoint import Checkpoint
 from vitrail.models.interface import ImageModel, Model, ModelEntry
-from vitrail.models.registry import find, load_entry, load_gguf_entry
+from vitrail.models.registry import load_entry
 from vitrail.vision.preprocess import ImageProcessor
-from vitrail.weights import headers, load
-from vitrail.weights.plan import resolve
+from vitrail.weights import load
 
 log = logging.getLogger("vitrail.engine")
-# GPU memory left to the forward pass beside weights, encoder and pages.
-WORKSPACE_BYTES = 2 * GIB
 
 
 class Built(NamedTuple):
@@ -68,25 +74,6 @@ class Built(NamedTuple):
 
     engine: Engine
     facts: ServingFacts
-
-
-class Tower(NamedTuple):
-    """A vision tower that is ready alone, for measurements: `encoder` fills `pool`."""
-
-    encoder: ImageEncoder
-    pool: EncoderPool
-    vision: VisionConfig
-    hardware: Hardware
-    device: torch.device
-    dtype: DType
-
-
-class Placed(NamedTuple):
-    """What a configuration computes, in which types, and where."""
-
-    shapes: Shapes
-    hardware: Hardware
-    device: torch.device
 
 
 class _Stages:
@@ -105,14 +92,6 @@ class _Stages:
         return f"{self._last - self._began:.1f} s ({', '.join(self._took)})"
 
 
-class _Sizes(NamedTuple):
-    """Limits that the model, the device and the user's choices give together."""
-
-    max_model_len: int
-    encoder_patches: int
-    cache: CacheBudget
-
-
 def build_engine(
     config: EngineConfig,
     checkpoint: Checkpoint,
@@ -122,30 +101,34 @@ def build_engine(
     """Raises `Refused` with every finding of the first stage that has any: choices, config.json,
     weights (headers), attention plans, cache size. Weights are read after all but the last."""
     stages = _Stages()
-    found = errors(validate(config))
-    if found:
+    if found := errors(validate(config)):
         raise Refused(found)
     device = device_of(config)
-    hardware = hardware_of(device)
-    entry = load_entry(checkpoint.architecture)
+    hardware, entry = hardware_of(device), load_entry(checkpoint.architecture)
     model_config = accept(entry.read_config(checkpoint.config, checkpoint.generation))
-    dtype = dtype_of(config, model_config, device)
+    dtype = served_dtype(config, model_config, device.type == "cpu")
     frames = video_frames_of(config, model_config)
-    with torch.device("meta"):
-        model = entry.build(model_config, dtype)
-    patches = encoder_patches_of(config, model_config, processor)
-    image_plans = _image_plans(config, model, model_config.vision, dtype, patches, hardware)
+    model = model_of(config, entry, model_config, dtype, device)
+    ahead = _compile_ahead(config, checkpoint, model_config, model, dtype, hardware)
+    patches = encoder_budget(config, model_config, processor, hardware)
+    tower_plans = image_plans(config, model, model_config.vision, dtype, patches, hardware)
     stages.done("plans and kernels of the tower")
-    _load(config, entry, model_config, model, checkpoint, device, progress)
+    load_weights(config, entry, model_config, model, checkpoint, device, progress)
+    model = computed_as_asked(config, model, model_config.vision, device)
     stages.done("weights")
-    encode_graphs = _encode_graphs(model, image_plans, model_config.vision, patches, device)
     largest = None if processor is None else processor.max_patches
-    peak = _measure_encoder(model, image_plans, model_config, dtype, patches, largest, device)
-    stages.done("measuring the tower")
-    sizes = _sizes(config, model_config, specs_of(config, model), patches, device, peak)
+    budget = (patches, largest)
+    encode_graphs = capture_tower(config, model, tower_plans, model_config.vision, budget, device)
+    stages.done("graphs of the tower")
+    peak = _measure_encoder(model, tower_plans, model_config, dtype, patches, largest, device)
+    ahead.finish()
+    stages.done("measuring the tower, compilers beside")
+    specs = stored_specs(config, model.cache_specs())
+    sizes = _sizes(config, model_config, specs, patches, device, peak)
     engine = _assemble(
-        config, model_config, model, sizes, image_plans, device, stages, encode_graphs
+        config, model_config, model, sizes, tower_plans, device, stages, encode_graphs
     )
+    ahead.note()
     log.info(
         "ready in %s: %s on %s in %s, %d KV tokens in %d pages of %s",
         stages,
@@ -156,64 +139,24 @@ def build_engine(
         sizes.cache.num_pages,
         dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype,
     )
-    vision = model_config.vision
-    facts = ServingFacts(
-        vocab_size=model_config.text.vocab_size,
+    return Built(engine, _facts(model_config, sizes, frames, device))
+
+
+def _facts(model: ModelConfig, sizes: Sizes, frames: int, device: torch.device) -> ServingFacts:
+    return ServingFacts(
+        vocab_size=model.text.vocab_size,
         max_model_len=sizes.max_model_len,
-        eos_token_ids=model_config.eos_token_ids,
-        image_token_id=model_config.image_token_id,
+        eos_token_ids=model.eos_token_ids,
+        image_token_id=model.image_token_id,
         encoder_patches=sizes.encoder_patches,
         kv_tokens=sizes.cache.num_tokens,
-        patch_rules=None if vision is None else vision.rules,
+        patch_rules=None if model.vision is None else model.vision.rules,
         video_frames=frames,
         encoder_resizes=device.type == "cuda",
     )
-    return Built(engine, facts)
 
 
-def build_tower(
-    config: EngineConfig, checkpoint: Checkpoint, processor: ImageProcessor | None
-) -> Tower:
-    """The encoder of a vision model, as `build_engine` makes it, without an engine around it.
-    Raises `Refused`, for a model without a tower too."""
-    found = errors(validate(config))
-    if found:
-        raise Refused(found)
-    device = device_of(config)
-    hardware = hardware_of(device)
-    entry = load_entry(checkpoint.architecture)
-    model_config = accept(entry.read_config(checkpoint.config, checkpoint.generation))
-    dtype = dtype_of(config, model_config, device)
-    with torch.device("meta"):
-        model = entry.build(model_config, dtype)
-    vision = model_config.vision
-    if vision is None or not isinstance(model, ImageModel):
-        raise Refused(
-            Finding(
-                where="model",
-                saw=f"{checkpoint.architecture}, which takes text alone",
-                rule="a model with a vision tower",
-                change="give a vision model",
-            )
-        )
-    patches = encoder_patches_of(config, model_config, processor)
-    plans = _image_plans(config, model, vision, dtype, patches, hardware)
-    _load(config, entry, model_config, model, checkpoint, device, None)
-    pool = EncoderPool()
-    encoder = ImageEncoder(model, plans, pool, device, vision.patch_size)
-    return Tower(encoder, pool, vision, hardware, device, dtype)
-
-
-def placed(config: EngineConfig, checkpoint: Checkpoint) -> Placed:
-    """As `build_engine` would decide. Raises `Refused`."""
-    device, entry = device_of(config), load_entry(checkpoint.architecture)
-    model = accept(entry.read_config(checkpoint.config, checkpoint.generation))
-    dtype = dtype_of(config, model, device)
-    shapes = Shapes(model=model, dtype=dtype, kv_dtype=kv_dtype_of(config) or dtype)
-    return Placed(shapes, hardware_of(device), device)
-
-
-def _image_plans(
+def image_plans(
     config: EngineConfig,
     model: Model,
     vision: VisionConfig | None,
@@ -221,26 +164,30 @@ def _image_plans(
     patches: int,
     hardware: Hardware,
 ) -> PlanTable:
-    rules = None if vision is None else vision.rules
-    longest = patches if rules is None or rules.tile is None else rules.tile**2
-    if longest > patches:
-        raise Refused(
-            Finding(
-                where="encoder_patches",
-                saw=str(patches),
-                rule=f"at least {longest}, the patches of one tile",
-                change=f"pass --encoder-patches {longest} or more",
-            )
-        )
-    limits = PlanLimits(
-        dtype=dtype,
-        page_size=None,
-        max_batch=max(1, patches),
-        max_q_len=max(1, longest),
-        max_kv_len=max(1, longest),
-    )
+    limits = accept(image_limits(vision, dtype, patches))
+    limits = replace(limits, batch_invariant=config.deterministic)
     sites = model.image_sites() if isinstance(model, ImageModel) else ()
-    return _ready(make_table(sites, limits, hardware, config.attention, releases()), hardware)
+    prefer = attention_of(config, hardware)
+    return _ready(make_table(sites, limits, hardware, prefer, releases()), hardware)
+
+
+def _compile_ahead(
+    config: EngineConfig,
+    checkpoint: Checkpoint,
+    model_config: ModelConfig,
+    model: Model,
+    dtype: DType,
+    hardware: Hardware,
+) -> Ahead:
+    """Begin with the decoder's kernels while the tower's are compiled and weights are read. How
+    long requests may be is not known yet, so this is a guess that decides nothing."""
+    ahead = begin(config, checkpoint)
+    most = model_config.text.max_position
+    longest = min(config.max_model_len or most, most)
+    with suppress(Refused):
+        plans = _text_plans(config, model.text_sites(), dtype, longest, hardware)
+        ahead.add(warm_ahead(plans, hardware))
+    return ahead
 
 
 def _ready(plans: PlanTable, hardware: Hardware) -> PlanTable:
@@ -252,7 +199,7 @@ def _ready(plans: PlanTable, hardware: Hardware) -> PlanTable:
     return plans
 
 
-def _load(
+def load_weights(
     config: EngineConfig,
     entry: ModelEntry,
     model_config: ModelConfig,
@@ -261,17 +208,13 @@ def _load(
     device: torch.device,
     progress: load.Progress | None,
 ) -> None:
-    weight_map, module = entry.weight_map(model_config), cast(nn.Module, model)
+    module = cast(nn.Module, model)
     if config.weights == "random":
-        load.randomize(weight_map, module, device, config.seed)
+        load.randomize(entry.weight_map(model_config), module, device, config.seed)
         return
-    if checkpoint.gguf is None:
-        parts = find(checkpoint.architecture).folders
-        found, source = accept(headers.read(checkpoint.folder, parts)), checkpoint.folder
-    else:
-        weight_map = load_gguf_entry(checkpoint.architecture).gguf_map(model_config)
-        found, source = checkpoint.gguf.headers, checkpoint.gguf
-    plan = accept(resolve(weight_map, found, load.parameters_of(module)))
+    source = checkpoint.gguf or checkpoint.folder
+    found, parameters = read_headers(checkpoint), load.parameters_of(module)
+    plan = accept(plan_load(checkpoint, model_config, parameters, found))
     for warning in plan.warnings:
         log.warning("%s", warning)
     load.load(plan, module, source, device, progress)
@@ -298,20 +241,26 @@ def _measure_encoder(
     run_worst_steps(model, plans, config.vision, kind, patches, largest, device)
     peak = torch.cuda.max_memory_allocated(device) - before
     torch.cuda.empty_cache()
+    predicted = encoder_peak(config.vision, config.text.hidden_size, dtype, patches, largest)
+    predicted += product_bytes(hardware_of(device).cc)
+    log.info("encoding takes %d MiB, %d predicted", peak >> 20, predicted >> 20)
     return peak
 
 
-def _encode_graphs(
+def capture_tower(
+    config: EngineConfig,
     model: Model,
     plans: PlanTable,
     vision: VisionConfig | None,
-    patches: int,
+    patches: tuple[int, int | None],
     device: torch.device,
 ) -> EncodeGraphs | None:
-    """The tower in graphs, before what they hold is left to the cache; none on a CPU."""
-    if vision is None or not isinstance(model, ImageModel) or device.type != "cuda":
+    """The tower in graphs, before what they hold is left to the cache; none on a CPU or where none
+    are wanted. `patches`: the budget, and of the largest picture if known."""
+    wanted = device.type == "cuda" and config.cuda_graphs != 0
+    if vision is None or not isinstance(model, ImageModel) or not wanted:
         return None
-    graphs = EncodeGraphs(model, plans, vision, patches, device)
+    graphs = EncodeGraphs(model, plans, vision, ladder_of(vision, *patches), device)
     graphs.capture()
     return graphs
 
@@ -323,50 +272,19 @@ def _sizes(
     patches: int,
     device: torch.device,
     encoder_peak: int,
-) -> _Sizes:
-    """The pages' budget, and the longest request: the user's, or what model and pages both
-    allow."""
-    wanted = config.max_model_len or model.text.max_position
-    if wanted > model.text.max_position:
-        raise Refused(
-            Finding(
-                where="max_model_len",
-                saw=str(wanted),
-                rule=f"at most the model's {model.text.max_position} positions",
-                change=f"pass --max-model-len {model.text.max_position} or less",
-            )
-        )
-    token_bytes = sum(s.bytes_per_token() for s in specs)
-    budget = config.kv_cache_bytes or _kv_bytes(config, device, encoder_peak)
-    # no more than every running request at full length can use
-    pages_each = -(-wanted // config.page_size)
-    budget = min(budget, config.max_running * pages_each * config.page_size * token_bytes)
-    if config.max_model_len is None:
-        held = budget // (token_bytes * config.page_size) * config.page_size
-        if held < wanted:
-            log.warning(
-                "max_model_len: the model has %d positions, the cache of %d bytes holds %d tokens; "
-                "serving %d. Pass --kv-cache-bytes or --max-model-len to choose",
-                wanted,
-                budget,
-                held,
-                held,
-            )
-        wanted = max(1, min(wanted, held))
-    cache = accept(plan_cache(specs, config.page_size, budget, wanted, config.max_running))
-    return _Sizes(wanted, patches, cache)
+) -> Sizes:
+    """What is left on the device, in pages and the longest request."""
+    left = CPU_KV_BYTES
+    if device.type != "cpu":
+        free, total = torch.cuda.mem_get_info(device)
+        left = kv_bytes(config, model.text, free, total, encoder_peak)
+    sizes = accept(plan_sizes(config, model.text, specs, patches, left))
+    for warning in sizes.warnings:
+        log.warning("%s", warning)
+    return sizes
 
 
-def _kv_bytes(config: EngineConfig, device: torch.device, encoder_peak: int) -> int:
-    if device.type == "cpu":
-        return GIB
-    free, total = torch.cuda.mem_get_info(device)
-    kept = int(total * (1 - config.memory_fraction))
-    others = encoder_peak + config.encoder_cache_bytes + graph_bytes(graph_sizes(config, device))
-    return free - kept - others - WORKSPACE_BYTES
-
-
-def _image_encoder(
+def image_encoder(
     model: Model,
     vision: VisionConfig | None,
     plans: PlanTable,
@@ -383,23 +301,22 @@ def _assemble(
     config: EngineConfig,
     model_config: ModelConfig,
     model: Model,
-    sizes: _Sizes,
-    image_plans: PlanTable,
+    sizes: Sizes,
+    tower_plans: PlanTable,
     device: torch.device,
     stages: _Stages,
     encode_graphs: EncodeGraphs | None,
 ) -> Engine:
-    specs, dtype = specs_of(config, model), dtype_of(config, model_config, device)
-    graphs = graph_sizes(config, device)
+    specs, on_cpu = stored_specs(config, model.cache_specs()), device.type == "cpu"
+    dtype, graphs = served_dtype(config, model_config, on_cpu), graph_sizes(config, on_cpu)
     # One page more than the manager knows of: where padded rows write.
     pool = KvPool(specs, sizes.cache.num_pages + bool(graphs), config.page_size, device)
-    sites = model.text_sites()
-    plans = _text_plans(config, sites, dtype, sizes.max_model_len, hardware_of(device))
+    sites, hardware = model.text_sites(), hardware_of(device)
+    plans = _ready(_text_plans(config, sites, dtype, sizes.max_model_len, hardware), hardware)
     stages.done("plans and kernels of the decoder")
     row_bytes = model_config.text.hidden_size * ITEM_BYTES[dtype]
     encoder_pool = EncoderPool()
-    image_id, vocab_size = model_config.image_token_id, model_config.text.vocab_size
-    door = Door(device)
+    door, vocab_size = Door(device), model_config.text.vocab_size
     builder = BatchBuilder(
         max_running=config.max_running,
         max_pages=-(-sizes.max_model_len // config.page_size),
@@ -407,20 +324,16 @@ def _assemble(
         device=device,
         sites=sites,
     )
+    sampler = Sampler(config.max_running, vocab_size, masked_ids(model_config), device)
     parts = RunnerParts(
         model=model,
         pool=pool,
         encoder_pool=encoder_pool,
-        encoder=_image_encoder(
-            model, model_config.vision, image_plans, encoder_pool, device, encode_graphs
+        encoder=image_encoder(
+            model, model_config.vision, tower_plans, encoder_pool, device, encode_graphs
         ),
         builder=builder,
-        sampler=Sampler(
-            config.max_running,
-            vocab_size,
-            [] if image_id is None or image_id >= vocab_size else [image_id],
-            device,
-        ),
+        sampler=sampler,
         plans=plans,
         door=door,
         graphs=capture_graphs(
@@ -429,6 +342,7 @@ def _assemble(
                 pool=pool,
                 plans=plans,
                 builder=builder,
+                sampler=sampler,
                 scratch_page=sizes.cache.num_pages,
                 max_len=sizes.max_model_len,
             ),
@@ -437,7 +351,7 @@ def _assemble(
         ),
     )
     stages.done("graphs")
-    scheduler = _scheduler(config, sizes, row_bytes, hardware_of(device))
+    scheduler = _scheduler(config, sizes, row_bytes, on_cpu)
     return Engine(scheduler, Runner(parts), step_ahead=config.step_ahead)
 
 
@@ -448,26 +362,19 @@ def _text_plans(
     max_model_len: int,
     hardware: Hardware,
 ) -> PlanTable:
+    """As decided. Nothing is compiled yet."""
     assert all(phase is not Phase.ENCODE for _, phase in sites)
-    limits = PlanLimits(
-        dtype=dtype,
-        page_size=config.page_size,
-        max_batch=config.max_running,
-        max_q_len=step_tokens_of(config, hardware),
-        max_kv_len=max_model_len,
-        kv_dtype=kv_dtype_of(config),
-    )
-    return _ready(make_table(sites, limits, hardware, config.attention, releases()), hardware)
+    limits = text_limits(config, dtype, max_model_len, on_cpu=not hardware.cc)
+    prefer = attention_of(config, hardware)
+    return make_table(sites, limits, hardware, prefer, releases())
 
 
-def _scheduler(
-    config: EngineConfig, sizes: _Sizes, row_bytes: int, hardware: Hardware
-) -> Scheduler:
+def _scheduler(config: EngineConfig, sizes: Sizes, row_bytes: int, on_cpu: bool) -> Scheduler:
     return Scheduler(
         SchedulerLimits(
             max_running=config.max_running,
             max_waiting=config.max_waiting,
-            max_step_tokens=step_tokens_of(config, hardware),
+            max_step_tokens=step_tokens(config, on_cpu),
             max_model_len=sizes.max_model_len,
             encoder_patches=sizes.encoder_patches,
             page_size=config.page_size,

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from vitrail.attention.plan import PlanTable
 from vitrail.attention.shape import Phase
+from vitrail.check.encoder_peak import MOST_GRAPH_PATCHES as MOST_PATCHES
 from vitrail.config.model import VisionConfig
 from vitrail.models.interface import ImageModel
 from vitrail.ops.vision.naive import Grids, grid_ints
@@ -26,23 +27,31 @@ from vitrail.vision.moonvit import CHANNELS
 Sizes = Sequence[tuple[int, int]]
 
 MOST_PICTURES = 8  # of a graph of pictures; with more the host has less to hide
-MOST_PATCHES = 12_288  # beyond them the device takes longer than the launches
 UNIT, FIRST = 64, 256  # patches between rungs at the least, and in the first
+APART = 128  # patches between rungs of small pictures
 # Backends that read lengths on the device alone, so that a graph serves any.
 DEVICE_LENGTHS = ("fa4",)
 
 
-def ladder(budget: int, unit: int) -> list[int]:
-    """Patch counts: multiples of `unit` an eighth apart, then the budget itself or the last within
-    `MOST_PATCHES`. Closer from 3/4 to 7/8 of the budget, where pictures lie that were scaled to a
-    limit and padded: the largest one is that much above the limit."""
+def ladder_of(vision: VisionConfig, budget: int, largest: int | None) -> list[int]:
+    """Of a tower, under a budget of patches a step; `largest`: of a picture, None if unknown."""
+    tile = vision.rules.tile
+    return ladder(budget, UNIT, largest or budget) if tile is None else ladder(budget, tile**2, 0)
+
+
+def ladder(budget: int, unit: int, largest: int) -> list[int]:
+    """Patch counts: multiples of `unit` a sixth apart, then the budget itself or the last within
+    `MOST_PATCHES`. Closer from 3/4 to 27/32 of the largest picture, where those lie that were
+    scaled to a limit and padded: the largest is that much above the limit."""
     top = min(budget, MOST_PATCHES) // unit * unit
     rungs: list[int] = []
     rung = min(FIRST, top) // unit * unit or unit
     while rung < top:
         rungs.append(rung)
-        share = 64 if 6 * top <= 8 * rung <= 7 * top else 8
-        rung += max(1, rung // share // unit) * unit
+        if 24 * largest <= 32 * rung <= 27 * largest:
+            rung += unit
+        else:
+            rung += max(1, rung // 6 // unit) * unit if rung >= 1024 else max(unit, APART)
     last = budget if unit == UNIT and budget <= MOST_PATCHES else top
     return [*rungs, last] if last >= unit else []
 
@@ -69,13 +78,12 @@ class EncodeGraphs:
         model: ImageModel,
         plans: PlanTable,
         vision: VisionConfig,
-        budget: int,
+        rungs: list[int],
         device: torch.device,
     ):
         self._model, self._plans, self._device = model, plans, device
         self._tile = vision.rules.tile
-        unit = UNIT if self._tile is None else self._tile**2
-        self._rungs = ladder(budget, unit) if self._any_lengths() else []
+        self._rungs = rungs if self._any_lengths() else []
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
         most = max(self._rungs, default=0)
         features = CHANNELS * vision.patch_size**2

@@ -95,8 +95,8 @@ def step_work(shapes: Shapes, plan: StepPlan) -> dict[Group, Work]:
 
 
 def linear_parameters(text: TextConfig) -> int:
-    """Of every product that all tokens go through: projections, dense MLPs, routers; neither
-    experts, shared ones among them, nor the head."""
+    """Of the products that all tokens go through: projections and dense MLPs; neither experts, the
+    shared ones among them, nor routers, nor the head."""
     size, moe = text.hidden_size, text.moe
     if text.mla is not None:
         attention = _mla_parameters(text, text.mla)
@@ -106,9 +106,7 @@ def linear_parameters(text: TextConfig) -> int:
     total = text.num_layers * attention
     if moe is None:
         return total + text.num_layers * 3 * size * text.intermediate_size
-    sparse = text.num_layers - moe.first_moe_layer
-    dense = moe.first_moe_layer * 3 * size * text.intermediate_size
-    return total + dense + sparse * moe.num_experts * size
+    return total + moe.first_moe_layer * 3 * size * text.intermediate_size
 
 
 def _mla_parameters(text: TextConfig, mla: MlaConfig) -> int:
@@ -139,9 +137,12 @@ def _products(text: TextConfig, item: int, tokens: int, sampled: int) -> Work:
 
 
 def _experts(text: TextConfig, moe: MoeConfig, item: int, tokens: int) -> Work:
+    """Routers, which are fp32, the experts that tokens choose, and the shared ones."""
     layers, each = text.num_layers - moe.first_moe_layer, expert_parameters(text, moe)
-    read = layers * (distinct_experts(moe, tokens) + moe.num_shared) * each * item
-    return Work(read, 2.0 * layers * tokens * (moe.top_k + moe.num_shared) * each)
+    router = moe.num_experts * text.hidden_size
+    read = router * FLOAT32 + (distinct_experts(moe, tokens) + moe.num_shared) * each * item
+    flops = 2.0 * tokens * (router + (moe.top_k + moe.num_shared) * each)
+    return Work(layers * read, layers * flops)
 
 
 def _attention(shapes: Shapes, plan: StepPlan) -> Work:

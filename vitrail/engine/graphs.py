@@ -1,5 +1,6 @@
-"""Decode steps as CUDA graphs, one a batch size of a ladder: from the last tokens to hidden states.
-Owns the graphs and the memory at fixed addresses that they read.
+"""Decode steps as CUDA graphs, two a batch size of a ladder: from the last tokens to hidden states,
+and from there to the likeliest tokens, for batches that ask for nothing else. Owns the graphs and
+the memory at fixed addresses that they read.
 
 A step packs its rows at the head of its parcel, which lands in `inputs`; kernels and addresses
 stay, numbers change. The attention's plan is that of the longest context, whatever the rows'
@@ -17,39 +18,41 @@ Legend: B rows of a graph, M hidden channels."""
 
 import logging
 from bisect import bisect_left
-from collections.abc import Generator, Iterable, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.cuda import CUDAGraph
 
 from vitrail.attention.metadata import PagedMetadata, Work
 from vitrail.attention.plan import AttentionPlan, PlanTable
-from vitrail.attention.records import RECORDED, Records, decode_records, padded, room
+from vitrail.attention.records import (
+    COMBINE_FIELDS,
+    ITEM_FIELDS,
+    RECORDED,
+    DecodeRecords,
+    room,
+)
 from vitrail.attention.shape import Phase
 from vitrail.cache.kv_pool import KvPool
+from vitrail.check.sizes import graph_bytes, graph_findings, graph_sizes
 from vitrail.config.engine import EngineConfig
 from vitrail.config.finding import Finding, Refused
 from vitrail.engine.batch import BatchBuilder, Rows
-from vitrail.engine.parcel import Door, Parcel, Received
+from vitrail.engine.parcel import Door, Parcel, Received, aligned
+from vitrail.engine.sampler import Sampler
 from vitrail.engine.step import StepPlan
 from vitrail.layers.context import ForwardContext
 from vitrail.models.interface import Model
 
 log = logging.getLogger("vitrail.engine")
-# Planned: for each graph of its own, and for what the largest keeps between its kernels.
-GRAPH_BYTES, WORKSPACE_BYTES = 16 << 20, 512 << 20
 # Bytes of a parcel behind a graph's own: parameters of the sampled rows, as most batches have them.
 TAIL_BYTES = 1 << 16
-
-
-def ladder(largest: int) -> list[int]:
-    """Sizes up to `largest`: 1, 2, 4, then by eights to 64, sixteens to 256, thirty-twos."""
-    sizes = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, largest + 1, 32)]
-    return [*(s for s in sizes if s < largest), largest] if largest else []
+# The parts of a head, in order; behind them items and combines of each plan.
+SLOTS, KEPT_SLOTS, POSITIONS, CACHE_SLOTS, PLACES, KV_LENS, PAGES, WORK = range(8)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,42 +64,104 @@ class GraphParts:
     pool: KvPool
     plans: PlanTable
     builder: BatchBuilder
+    sampler: Sampler
     scratch_page: int
     max_len: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Tickets:
-    slots: int
-    positions: int
-    cache_slots: int
-    kv_lens: int
-    page_places: int
-    pages: int
-    work: tuple[tuple[int, int], ...]
+class _Head:
+    """A size's numbers on the host, laid out as they lie in `DecodeGraphs.inputs`. `kept_slots`:
+    where rows' tokens go, for padded ones the row that is nobody's; `places`, `pages`: changes of
+    the block tables."""
+
+    def __init__(self, size: int, plans: Sequence[AttentionPlan]):
+        self.plans = plans
+        columns = [(np.dtype(np.int64), (size,))] * 5 + [(np.dtype(np.int32), (size,))] * 2
+        for plan in plans:
+            items, combines = room(plan, size)
+            columns += [(np.dtype(np.int32), (items, ITEM_FIELDS))]
+            columns += [(np.dtype(np.int32), (combines, COMBINE_FIELDS))]
+        self.shapes: list[tuple[int, np.dtype, tuple[int, ...]]] = []
+        end = 0
+        for dtype, shape in columns:
+            self.shapes.append((end, dtype, shape))
+            end += aligned(dtype.itemsize * int(np.prod(shape)))
+        self.buffer = np.zeros(end, dtype=np.uint8)
+        views = [
+            self.buffer[at : at + dtype.itemsize * int(np.prod(shape))].view(dtype).reshape(shape)
+            for at, dtype, shape in self.shapes
+        ]
+        self.slots, self.kept_slots, self.positions, self.cache_slots, self.places = views[:5]
+        self.kv_lens, self.pages = views[5:7]
+        self._records = [
+            DecodeRecords(plan, items, combines)
+            for plan, items, combines in zip(plans, views[7::2], views[8::2], strict=True)
+        ]
+
+    def update_work(self) -> None:
+        """The attention's, from `kv_lens`."""
+        kv_lens = self.kv_lens.astype(np.int64)
+        for records in self._records:
+            records.update(kv_lens)
+
+
+class Graph(Protocol):
+    """What was recorded."""
+
+    def replay(self) -> None: ...
+
+
+# Runs what it is given, records it, and returns the graph with what a replay overwrites.
+Record = Callable[[Callable[[], Tensor]], tuple[Graph, Tensor]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Captured:
-    """`hidden`: [B, M], `slots`: int64 [B], both overwritten by the next replay."""
+    """`hidden`: [B, M], `tokens`: int64 [B], `slots`: int64 [B], overwritten by the next replay."""
 
-    graph: CUDAGraph
+    forward: Graph
     hidden: Tensor
+    greedy: Graph
+    tokens: Tensor
     slots: Tensor
 
 
-class DecodeGraphs:
-    """`pack`, then send the parcel to `inputs`, then `replay`."""
+class Recorder:
+    """Captures CUDA graphs that share one pool of memory, on a stream of their own."""
 
-    def __init__(self, parts: GraphParts, sizes: Iterable[int], door: Door):
+    def __init__(self, device: torch.device):
+        self._device, self._stream = device, torch.cuda.Stream(device)
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def __call__(self, run: Callable[[], Tensor]) -> tuple[Graph, Tensor]:
+        run()  # whatever is made at a first call
+        torch.cuda.synchronize(self._device)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.stream(self._stream):
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                made = run()
+            except Exception:
+                with suppress(RuntimeError):  # it failed; so does ending it
+                    graph.capture_end()
+                raise
+            graph.capture_end()
+        torch.cuda.synchronize(self._device)
+        return graph, made
+
+
+class DecodeGraphs:
+    """`pack`, then send the parcel to `inputs`, then replay."""
+
+    def __init__(self, parts: GraphParts, sizes: Iterable[int], device: torch.device):
         self._p = parts
         self._sizes = sorted(sizes)
         self._scratch = parts.scratch_page * parts.builder.page_size
         parts.builder.table[-1] = parts.scratch_page
-        largest = door.parcel()
-        self._pack(self._nothing(self._sizes[-1]), self._sizes[-1], largest)
-        self.inputs = torch.zeros(largest.size + TAIL_BYTES, dtype=torch.uint8, device=door.device)
-        self._cu_q = torch.arange(self._sizes[-1] + 1, dtype=torch.int32, device=door.device)
+        self._heads = {size: _Head(size, self._plans(size)) for size in self._sizes}
+        bytes_needed = len(self._heads[self._sizes[-1]].buffer) + TAIL_BYTES
+        self.inputs = torch.zeros(bytes_needed, dtype=torch.uint8, device=device)
+        self._cu_q = torch.arange(self._sizes[-1] + 1, dtype=torch.int32, device=device)
         self._captured: dict[int, _Captured] = {}
 
     def fits(self, plan: StepPlan) -> bool:
@@ -104,81 +169,88 @@ class DecodeGraphs:
         return not plan.prefills and len(plan.decodes) <= self._sizes[-1]
 
     @torch.inference_mode()
-    def capture(self, door: Door) -> None:
-        """All sizes, the largest first, in one pool of memory. Raises `Refused`, naming the size
-        that failed."""
-        pool, stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(door.device)
+    def capture(self, door: Door, record: Record) -> None:
+        """All sizes, the largest first. Raises `Refused`, naming the size that failed."""
         for size in reversed(self._sizes):
-            sent = door.parcel()
-            tickets = self._pack(self._nothing(size), size, sent)
-            got = sent.send(self.inputs)
+            head, sent = self._heads[size], door.parcel()
+            self._pack_nothing(head)
+            sent.add(head.buffer)
+            sent.send(self.inputs)
             try:
-                self._forward(got, tickets, size)  # whatever is made at a first call
-                torch.cuda.synchronize(door.device)
-                graph = CUDAGraph()
-                with torch.cuda.stream(stream):
-                    graph.capture_begin(pool=pool, capture_error_mode="thread_local")
-                    with _ended(graph):
-                        hidden = self._forward(got, tickets, size)
+                self._captured[size] = self._capture(
+                    Received(self.inputs, head.shapes), size, record
+                )
             except Exception as error:
                 raise Refused(_failed(size, error)) from error
-            slots = got(tickets.slots)
-            self._captured[size] = _Captured(graph=graph, hidden=hidden, slots=slots)
-        torch.cuda.synchronize(door.device)
+
+    def _capture(self, got: Received, size: int, record: Record) -> _Captured:
+        forward, hidden = record(lambda: self._forward(got, size))
+        greedy, tokens = record(lambda: self._greedy(hidden, got(KEPT_SLOTS)))
+        return _Captured(
+            forward=forward,
+            hidden=hidden,
+            greedy=greedy,
+            tokens=tokens,
+            slots=got(SLOTS),
+        )
 
     def pack(self, plan: StepPlan, sent: Parcel) -> np.ndarray:
-        """Lay out a plan of decodes alone at the head of `sent`: the slots of its rows."""
+        """Lay out a plan of decodes alone at the head of `sent`: the slots of its rows, int64."""
         builder = self._p.builder
         places, pages = builder.turn_pages(plan)
-        rows = Rows.of_decodes(plan.decodes)
-        count = len(rows.slots)
-        size = self._size(count)
-        cache_slots = builder.cache_slots(rows.slots, rows.starts)
-        at = np.arange(size)
-        at[count:] = rows.starts.argmin()
-        padded_slots = cache_slots[at]
-        padded_slots[count:] = self._scratch + at[count:] % builder.page_size
-        head = _Head(rows.slots[at], rows.starts[at], padded_slots, places, pages)
-        self._pack(head, size, sent)
-        return rows.slots
+        slots, starts, _ = Rows.of_decodes(plan.decodes)
+        count = len(slots)
+        head = self._heads[self._size(count)]
+        head.slots[:count] = head.kept_slots[:count] = slots
+        head.positions[:count] = starts
+        head.cache_slots[:count] = builder.cache_slots(slots, starts)
+        if count < len(head.slots):
+            fewest = starts.argmin()
+            head.slots[count:], head.positions[count:] = slots[fewest], starts[fewest]
+            self._pad(head, count)
+        head.kv_lens[:] = head.positions + 1
+        # A row takes one page a step at most; the rest write the last row of the table as it is.
+        self._no_pages(head)
+        head.places[: len(places)], head.pages[: len(pages)] = places, pages
+        head.update_work()
+        sent.add(head.buffer)
+        return slots
+
+    def _pack_nothing(self, head: _Head) -> None:
+        """Rows of nobody: one key each, in the scratch page."""
+        head.slots[:], head.positions[:], head.kv_lens[:] = self._p.builder.max_running, 0, 1
+        self._pad(head, 0)
+        self._no_pages(head)
+        head.update_work()
+
+    def _pad(self, head: _Head, count: int) -> None:
+        """What rows from `count` on write is nobody's."""
+        head.kept_slots[count:] = self._p.builder.max_running
+        rows = np.arange(count, len(head.slots))
+        head.cache_slots[count:] = self._scratch + rows % self._p.builder.page_size
+
+    def _no_pages(self, head: _Head) -> None:
+        builder = self._p.builder
+        head.places[:] = builder.max_running * builder.max_pages
+        head.pages[:] = self._p.scratch_page
 
     def replay(self, count: int) -> tuple[Tensor, Tensor]:
         """Hidden states [count, M] of the rows packed last, and their slots, int64: both until the
         next replay."""
         captured = self._captured[self._size(count)]
-        captured.graph.replay()
+        captured.forward.replay()
         return captured.hidden[:count], captured.slots[:count]
+
+    def replay_greedy(self, count: int) -> Tensor:
+        """The likeliest tokens of the rows packed last, as `Sampler.greedy` gives them, int64
+        [count] until the next replay; they are the rows' last tokens now."""
+        captured = self._captured[self._size(count)]
+        captured.forward.replay()
+        captured.greedy.replay()
+        return captured.tokens[:count]
 
     def _size(self, count: int) -> int:
         return self._sizes[bisect_left(self._sizes, count)]
-
-    def _nothing(self, size: int) -> "_Head":
-        """Rows of nobody: one key each, in the scratch page."""
-        nobody = np.full(size, self._p.builder.max_running)
-        none = np.zeros(0, dtype=np.int64)
-        slots = self._scratch + np.arange(size) % self._p.builder.page_size
-        return _Head(nobody, np.zeros_like(nobody), slots, none, none.astype(np.int32))
-
-    def _pack(self, head: "_Head", size: int, sent: Parcel) -> _Tickets:
-        builder, kv_lens = self._p.builder, head.starts + 1
-        # A row takes one page a step at most; the rest write the last row of the table as it is.
-        places = np.full(size, builder.max_running * builder.max_pages)
-        pages = np.full(size, self._p.scratch_page, dtype=np.int32)
-        places[: len(head.places)], pages[: len(head.pages)] = head.places, head.pages
-        return _Tickets(
-            slots=sent.add(head.slots),
-            positions=sent.add(head.starts),
-            cache_slots=sent.add(head.cache_slots),
-            kv_lens=sent.add(kv_lens.astype(np.int32)),
-            page_places=sent.add(places),
-            pages=sent.add(pages),
-            work=tuple(self._pack_work(plan, kv_lens, sent) for plan in self._plans(size)),
-        )
-
-    def _pack_work(self, plan: AttentionPlan, kv_lens: np.ndarray, sent: Parcel) -> tuple[int, int]:
-        records: Records = decode_records(plan, kv_lens, np.arange(len(kv_lens)))
-        records = padded(records, *room(plan, len(kv_lens)))
-        return sent.add(records.items), sent.add(records.combines)
 
     def _plans(self, size: int) -> list[AttentionPlan]:
         """Of the sites whose launches follow records, at the longest context."""
@@ -187,24 +259,24 @@ class DecodeGraphs:
         plans = [p.plans.select(site, Phase.DECODE, size, p.max_len) for site in sites]
         return [plan for plan in dict.fromkeys(plans) if plan.backend in RECORDED]
 
-    def _forward(self, got: Received, tickets: _Tickets, size: int) -> Tensor:
+    def _forward(self, got: Received, size: int) -> Tensor:
         p, builder = self._p, self._p.builder
-        slots = got(tickets.slots)
-        builder.table.view(-1).index_copy_(0, got(tickets.page_places), got(tickets.pages))
+        slots = got(SLOTS)
+        builder.table.view(-1).index_copy_(0, got(PLACES), got(PAGES))
         meta = PagedMetadata(
             page_size=builder.page_size,
             q_lens=(1,) * size,
             kv_lens=(p.max_len,) * size,
             cu_q=self._cu_q[: size + 1],
-            kv_lens_dev=got(tickets.kv_lens),
+            kv_lens_dev=got(KV_LENS),
             block_table=builder.table.index_select(0, slots),
         )
-        for plan, (items, combines) in zip(self._plans(size), tickets.work, strict=True):
-            most = room(plan, size)[0]
-            meta.work.put(plan, Work(items=got(items), combines=got(combines), slots=most))
+        for i, plan in enumerate(self._heads[size].plans):
+            items, combines = got(WORK + 2 * i), got(WORK + 2 * i + 1)
+            meta.work.put(plan, Work(items=items, combines=combines, slots=len(items)))
         context = ForwardContext(
-            positions=got(tickets.positions),
-            cache_slots=got(tickets.cache_slots),
+            positions=got(POSITIONS),
+            cache_slots=got(CACHE_SLOTS),
             num_prefill=0,
             prefill=None,
             decode=meta,
@@ -214,48 +286,18 @@ class DecodeGraphs:
         hidden = p.model.embed(builder.last_tokens.index_select(0, slots))
         return p.model.forward(hidden, context)
 
-
-@contextmanager
-def _ended(graph: CUDAGraph) -> Generator[None]:
-    """The capture ends with the block, also where that raises, so that the stream is as it was."""
-    try:
-        yield
-    except Exception:
-        with suppress(RuntimeError):  # it failed; so does ending it
-            graph.capture_end()
-        raise
-    graph.capture_end()
-
-
-@dataclass(frozen=True, slots=True)
-class _Head:
-    """Rows of a graph by column, int64, and new pages with their places in the table."""
-
-    slots: np.ndarray
-    starts: np.ndarray
-    cache_slots: np.ndarray
-    places: np.ndarray
-    pages: np.ndarray
-
-
-def graph_sizes(config: EngineConfig, device: torch.device) -> list[int]:
-    """Batch sizes of the decode graphs, none on a CPU."""
-    if device.type == "cpu":
-        return []
-    asked = config.max_running if config.cuda_graphs is None else config.cuda_graphs
-    return ladder(min(asked, config.max_running))
-
-
-def graph_bytes(sizes: Sequence[int]) -> int:
-    """Device memory that so many graphs may take."""
-    return len(sizes) * GRAPH_BYTES + WORKSPACE_BYTES if sizes else 0
+    def _greedy(self, hidden: Tensor, kept_slots: Tensor) -> Tensor:
+        p = self._p
+        tokens = p.sampler.greedy(p.model.logits(hidden))
+        p.builder.last_tokens.index_copy_(0, kept_slots, tokens.clamp(min=0))
+        return tokens
 
 
 def capture_graphs(parts: GraphParts, config: EngineConfig, door: Door) -> DecodeGraphs | None:
     """The decode graphs. Raises `Refused` where one cannot be captured, or where all of them take
     more than was planned. Attention that cannot be captured is refused where graphs were asked for,
     else a warning."""
-    sizes = graph_sizes(config, door.device)
+    sizes = graph_sizes(config, door.device.type == "cpu")
     if not sizes:
         return None
     if found := graph_findings(p for p in parts.plans if p.shape.phase is Phase.DECODE):
@@ -265,10 +307,11 @@ def capture_graphs(parts: GraphParts, config: EngineConfig, door: Door) -> Decod
         return None
     torch.cuda.empty_cache()
     before = torch.cuda.mem_get_info(door.device)[0]
-    graphs = DecodeGraphs(parts, sizes, door)
-    graphs.capture(door)
+    graphs = DecodeGraphs(parts, sizes, door.device)
+    graphs.capture(door, Recorder(door.device))
     torch.cuda.empty_cache()
-    taken, planned = before - torch.cuda.mem_get_info(door.device)[0], graph_bytes(sizes)
+    taken = before - torch.cuda.mem_get_info(door.device)[0]
+    planned = graph_bytes(sizes, parts.sampler.vocab_size)
     log.info("%d decode graphs: %d MiB of %d planned", len(sizes), taken >> 20, planned >> 20)
     if taken > planned:
         raise Refused(
@@ -281,21 +324,6 @@ def capture_graphs(parts: GraphParts, config: EngineConfig, door: Door) -> Decod
             )
         )
     return graphs
-
-
-def graph_findings(plans: Iterable[AttentionPlan]) -> list[Finding]:
-    """Why decodes cannot be captured over these plans: the reference asks the host for lengths."""
-    return [
-        Finding(
-            where="cuda_graphs",
-            saw=f"attention decode on backend {plan.backend}",
-            rule="work of captured decodes is data on the device",
-            change="pass --cuda-graphs 0, or leave the attention's choice to the plan",
-            code="decode_not_capturable",
-        )
-        for plan in plans
-        if plan.backend == "reference"
-    ][:1]
 
 
 def _failed(size: int, error: Exception) -> Finding:

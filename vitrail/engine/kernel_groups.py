@@ -27,11 +27,30 @@ def _any(*words: str) -> "re.Pattern[str]":
     return re.compile("|".join(words), re.IGNORECASE)
 
 
+# Kernels of ours whose names say what they do and not for whom; a test finds new ones.
+_OWN: dict[str, Group] = {
+    **dict.fromkeys(("score", "choose", "count", "place", "gather", "up", "down", "join"), "moe"),
+    **dict.fromkeys(("attend", "combine", "mend"), "attention"),
+    **dict.fromkeys(("rows_kernel", "fixed_kernel", "absorbed_kernel", "values_kernel"), "gemm"),
+    **dict.fromkeys(("expanded_kernel", "keys_kernel", "table_kernel"), "elementwise"),
+    "queries_kernel": "elementwise",
+}
 # Read in this order: what is special before what is common (a grouped product is a product too).
 _NAMES: tuple[tuple[Group, "re.Pattern[str]"], ...] = (
     ("copies", _any("^memcpy", "^memset")),
-    ("sampling", _any("(?<!up)sampl", "multinomial", "gumbel", "argmax", r"top_?p\b", "penal")),
-    ("attention", _any("attn", "attention", "attend", "flash", "fmha", r"(^|_)mla", r"^_?mend")),
+    (
+        "sampling",
+        _any(
+            "(?<!up)sampl",
+            "multinomial",
+            "gumbel",
+            "argmax",
+            r"top_?p\b",
+            "penal",
+            "^_(best|mass|draw)_",
+        ),
+    ),
+    ("attention", _any("attn", "attention", "flash", "fmha", "decode_sm90")),
     ("moe", _any("moe", "expert", "grouped", "GroupProblemShape", r"rout(e|ing)")),
     ("gemm", _any("gemm", "gemv", "nvjet", "xmma", "cublas", "split_?k", "s16816", "wgmma")),
     ("gemm", _any("cutlass", r"^aten::(mm|addmm|linear|matmul)$", "matmul", "_linear")),
@@ -48,6 +67,8 @@ def group_of(name: str, ranges: Collection[str] = ()) -> Group:
     ranges."""
     if ENCODE in ranges:
         return "copies" if _NAMES[0][1].search(name) else "encode"
+    if name in _OWN:
+        return _OWN[name]
     for group, words in _NAMES:
         if words.search(name):
             return group

@@ -19,9 +19,8 @@ from vitrail.config.engine import EngineConfig
 from vitrail.config.finding import Finding, Refused
 from vitrail.engine.answer import Answer, Delta
 from vitrail.engine.build import build_engine
-from vitrail.engine.checkpoint import open_checkpoint
 from vitrail.engine.conversation import Picture, local_source, parse_conversation
-from vitrail.engine.prepare import Preparer, Prompt, load_assets
+from vitrail.engine.prepare import Preparer, Prompt
 from vitrail.engine.request import (
     EngineRequest,
     FinishReason,
@@ -29,6 +28,8 @@ from vitrail.engine.request import (
     SamplingParams,
     TokenLogprob,
 )
+from vitrail.models.assets import load_assets
+from vitrail.models.checkpoint import open_checkpoint
 from vitrail.tokenizer.chat import ChatOptions
 from vitrail.vision.preprocess import from_patches
 

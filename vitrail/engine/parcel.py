@@ -15,13 +15,18 @@ from torch import Tensor
 ALIGN_BYTES = 64
 # Buffers in turn: one that is filled, one on its way, one of the step before that.
 DEPTH = 3
-SMALLEST_BYTES = 1 << 16
+SMALLEST_BYTES = 1 << 20
 DTYPES = {
     np.dtype(np.int32): torch.int32,
     np.dtype(np.int64): torch.int64,
     np.dtype(np.float32): torch.float32,
     np.dtype(np.float64): torch.float64,
 }
+
+
+def aligned(size: int) -> int:
+    """Bytes from one part to the next."""
+    return -(-size // ALIGN_BYTES) * ALIGN_BYTES
 
 
 @dataclass(slots=True)
@@ -77,7 +82,8 @@ class Door:
 
 
 class Parcel:
-    """Arrays on their way. Equal shapes added in equal order lie at equal offsets."""
+    """Arrays on their way. Equal shapes added in equal order lie at equal offsets; bytes (uint8)
+    are somebody's own layout."""
 
     def __init__(self, door: Door):
         self._door = door
@@ -86,9 +92,9 @@ class Parcel:
 
     def add(self, array: np.ndarray) -> int:
         """The ticket with which the array is fetched after `send`."""
-        assert array.dtype in DTYPES, array.dtype
+        assert array.dtype in DTYPES or array.dtype == np.uint8, array.dtype
         self._parts.append((self._size, np.ascontiguousarray(array)))
-        self._size += -(-array.nbytes // ALIGN_BYTES) * ALIGN_BYTES
+        self._size += aligned(array.nbytes)
         return len(self._parts) - 1
 
     @property

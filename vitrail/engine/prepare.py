@@ -3,6 +3,7 @@ API, the terminal and the server share it, so that everything a client can get w
 before the engine and before any response header. Thread-safe; no torch."""
 
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 from pathlib import Path
@@ -12,9 +13,8 @@ import msgspec
 from PIL import Image
 
 from vitrail.config.engine import EngineConfig
-from vitrail.config.finding import Finding, Refused
+from vitrail.config.finding import Finding, Refused, accept
 from vitrail.config.model import PatchRules
-from vitrail.engine.checkpoint import Checkpoint
 from vitrail.engine.conversation import Picture
 from vitrail.engine.request import (
     EngineRequest,
@@ -23,9 +23,9 @@ from vitrail.engine.request import (
     sampling_findings,
     typed,
 )
-from vitrail.models.registry import find, load_processor
-from vitrail.tokenizer.chat import ChatOptions, ChatTemplate
-from vitrail.tokenizer.gguf import read_tokenizer
+from vitrail.models.assets import Assets, image_literal, vocabulary_findings
+from vitrail.models.checkpoint import Checkpoint
+from vitrail.tokenizer.chat import ChatOptions
 from vitrail.tokenizer.messages import Message
 from vitrail.tokenizer.tokenizer import Tokenizer
 from vitrail.vision.image import (
@@ -37,7 +37,7 @@ from vitrail.vision.image import (
     from_pil,
 )
 from vitrail.vision.placeholders import ExpandedPrompt, expand, image_identity, locate, spread
-from vitrail.vision.preprocess import ImageGrid, ImageProcessor, PatchedImage, Separators
+from vitrail.vision.preprocess import ImageGrid, PatchedImage, Separators
 from vitrail.vision.video import Frame, VideoRoom
 
 # Specials that end a turn in published chat formats, whatever config.json calls the end of text.
@@ -68,36 +68,6 @@ class Prompt:
     images: list[ImageInput]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Assets:
-    """What a checkpoint folder holds beside its weights. `tokenizer` is None for a checkpoint that
-    serves token ids only, `processor` for one whose pictures come preprocessed or not at all."""
-
-    tokenizer: Tokenizer | None
-    template: ChatTemplate | None
-    processor: ImageProcessor | None
-
-
-def load_assets(checkpoint: Checkpoint) -> Assets:
-    """Raises `Refused` for files that are there and wrong; a missing tokenizer or processor is
-    None."""
-    folder = checkpoint.folder
-    if checkpoint.gguf is not None:
-        read = read_tokenizer(checkpoint.gguf.metadata)
-        return Assets(
-            tokenizer=read[0] if read else None, template=read[1] if read else None, processor=None
-        )
-    row = find(checkpoint.architecture)
-    text = row.tokenizer_folder(folder)
-    has_tokenizer = any((text / n).is_file() for n in ("tiktoken.model", "tokenizer.json"))
-    has_processor = row.has_processor(folder)
-    return Assets(
-        tokenizer=Tokenizer.load(text) if has_tokenizer else None,
-        template=ChatTemplate.load(text) if has_tokenizer else None,
-        processor=load_processor(checkpoint.architecture, folder) if has_processor else None,
-    )
-
-
 class Preparer:
     """Turns prompts into requests for one engine. `limits`: of a picture, as the engine's choices
     set them."""
@@ -112,12 +82,14 @@ class Preparer:
         self.limits = ImageLimits(
             max_bytes=config.max_image_bytes, max_pixels=config.max_image_pixels
         )
+        self._openers = ThreadPoolExecutor(config.image_workers, thread_name_prefix="picture")
         self.video_frames = facts.video_frames
         stops = set(facts.eos_token_ids)
         if assets.tokenizer is not None:
             ids = assets.tokenizer.special_ids
             stops |= {ids[name] for name in TURN_ENDS if name in ids}
-            _check_tokenizer(assets.tokenizer, facts.vocab_size)
+            if found := vocabulary_findings(assets.tokenizer, facts.vocab_size):
+                raise Refused(found)
         self._stop_ids = frozenset(i for i in stops if i < facts.vocab_size)
 
     def chat(
@@ -132,7 +104,7 @@ class Preparer:
         tokenizer, template = self.tokenizer, self.assets.template
         assert template is not None, "a tokenizer comes with a template, perhaps one that refuses"
         image_id = self.facts.image_token_id
-        literal = self._image_literal(tokenizer)
+        literal = None if image_id is None else accept(image_literal(tokenizer, image_id))
         self._count(pictures, "messages")
         around = self._separators(pictures)
         rendered = template.render(
@@ -268,21 +240,6 @@ class Preparer:
                 "send fewer, or start the engine with a larger --max-images",
             )
 
-    def _image_literal(self, tokenizer: Tokenizer) -> str | None:
-        """What a template writes for a picture."""
-        image_id = self.facts.image_token_id
-        if image_id is None:
-            return None
-        if image_id not in tokenizer.specials.by_id:
-            raise _refused(
-                "tokenizer",
-                f"no special token of id {image_id}",
-                "the model's image token is a special of its tokenizer",
-                "use the tokenizer that was published with the model",
-                "bad_tokenizer",
-            )
-        return tokenizer.specials.by_id[image_id]
-
     def _separators(self, pictures: Sequence[Picture]) -> list[Separators]:
         """The text around each picture."""
         processor = self.assets.processor
@@ -314,11 +271,20 @@ class Preparer:
     def _patch(
         self, pictures: Sequence[Picture], gone: Event | None = None
     ) -> list[tuple[PatchedImage, ...]]:
-        """Each picture's parts. A video is decoded once for all its frames, and a frame is parts
-        before the next one is decoded."""
+        """Each picture's parts, pictures of one request side by side. A video is decoded once for
+        all its frames, and a frame is parts before the next one is decoded. What is refused is the
+        first in the request's order."""
         alone, videos = _is_alone(pictures), dict[int, list[tuple[PatchedImage, ...]]]()
         room = VideoRoom(gone=gone or Event())
-        return [self._open(p, alone and not p.is_frame, videos, room) for p in pictures]
+
+        def opened(picture: Picture) -> tuple[PatchedImage, ...]:
+            return self._open(picture, alone and not picture.is_frame, videos, room)
+
+        stills = [p for p in pictures if not p.is_frame]
+        if len(stills) < 2:
+            return [opened(p) for p in pictures]
+        made = self._openers.map(opened, stills)
+        return [opened(p) if p.is_frame else next(made) for p in pictures]
 
     def _open(
         self,
@@ -405,21 +371,6 @@ class Preparer:
 def _is_alone(pictures: Sequence[Picture]) -> bool:
     """Whether there is exactly one picture, frames of videos not counted."""
     return sum(not p.is_frame for p in pictures) == 1
-
-
-def _check_tokenizer(tokenizer: Tokenizer, vocab_size: int) -> None:
-    """Every id that ordinary text can become has a row in the model. Specials beyond it are refused
-    where a template writes them: published tokenizers name more than they use."""
-    beyond = range(vocab_size, tokenizer.vocab_size)
-    missing = [i for i in beyond if not tokenizer.is_special(i) and tokenizer.token_bytes(i)]
-    if missing:
-        raise _refused(
-            "tokenizer",
-            f"{len(missing)} ordinary tokens from id {missing[0]} on, and {vocab_size} rows",
-            "every ordinary token has a row in the model's embedding",
-            "use the tokenizer that was published with the model",
-            "bad_tokenizer",
-        )
 
 
 def _mix(seed: int, text: str) -> int:

@@ -26,15 +26,12 @@ from torch.utils.hooks import RemovableHandle
 from vitrail.config.engine import EngineConfig
 from vitrail.config.finding import Finding, Refused
 from vitrail.config.hardware import Hardware
-from vitrail.engine.build import placed
-from vitrail.engine.checkpoint import Checkpoint
 from vitrail.engine.engine import Engine
 from vitrail.engine.floors import Rates, Shapes, floor_seconds
 from vitrail.engine.ipc import ProfileWindow
 from vitrail.engine.kernel_groups import (
     ABSORB,
     ATTENTION,
-    ENCODE,
     GROUPS,
     LAUNCH,
     MOE,
@@ -46,6 +43,7 @@ from vitrail.engine.kernel_groups import (
     breakdown,
     read_trace,
 )
+from vitrail.engine.placement import placed
 from vitrail.engine.request import Output
 from vitrail.engine.runner import Runner
 from vitrail.engine.scheduler import Scheduler
@@ -55,10 +53,7 @@ from vitrail.layers.embedding import LmHead
 from vitrail.layers.gqa import GqaAttention
 from vitrail.layers.linear import torch_dtype
 from vitrail.layers.moe import MoeLayer
-from vitrail.vision.moonvit import MoonVit
-from vitrail.vision.projector import MergeProjector
-from vitrail.vision.siglip import Siglip
-from vitrail.vision.tiles import TileProjector
+from vitrail.models.checkpoint import Checkpoint
 
 log = logging.getLogger("vitrail.profile")
 TRACE, SUMMARY = "trace.json", "summary.txt"
@@ -68,10 +63,6 @@ _RANGES: dict[type[nn.Module], str] = {
     MlaAttention: ATTENTION,
     GqaAttention: ATTENTION,
     MoeLayer: MOE,
-    MoonVit: ENCODE,
-    Siglip: ENCODE,
-    MergeProjector: ENCODE,
-    TileProjector: ENCODE,
 }
 
 

@@ -233,7 +233,7 @@ class TokenLogprob(msgspec.Struct, frozen=True, kw_only=True):
     top: list[tuple[int, float]]
 
 
-class Output(msgspec.Struct, frozen=True, kw_only=True):
+class Output(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """What one step gave one request. `token_ids` includes the id that ended it, `stop_token_id`.
     `logprobs` is parallel to `token_ids` where asked for. `prompt_logprobs`: entries for the prompt
     positions that follow those of earlier outputs (position 0 has none). `cached_tokens`: prompt

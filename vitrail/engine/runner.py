@@ -22,7 +22,7 @@ from vitrail.engine.encode import ImageEncoder
 from vitrail.engine.graphs import DecodeGraphs
 from vitrail.engine.parcel import Door
 from vitrail.engine.request import TokenLogprob
-from vitrail.engine.sampler import Logprobs, Sampled, Sampler, row_logprobs
+from vitrail.engine.sampler import NOTHING, Logprobs, Sampled, Sampler, row_logprobs
 from vitrail.engine.step import (
     ImageSlice,
     PromptRows,
@@ -84,7 +84,7 @@ class Runner:
             return Launched(plan, self._replay(p.graphs, plan, inputs), {}, failed)
         sent = p.door.parcel()
         packed = p.builder.pack(plan, inputs, p.plans, sent)
-        asked = p.sampler.ask(packed.slots, inputs.draws, inputs.output_index, sent)
+        asked = p.sampler.ask(packed.slots, lambda: inputs.draws, inputs.output_index, sent)
         got = sent.send()
         batch = p.builder.unpack(packed, got, p.plans, p.pool)
         hidden = p.model.embed(batch.token_ids)
@@ -102,8 +102,11 @@ class Runner:
         """A step of decodes alone."""
         p, sent = self._p, self._p.door.parcel()
         slots = graphs.pack(plan, sent)
-        asked = p.sampler.ask(slots, inputs.draws, inputs.output_index, sent)
+        asked = p.sampler.ask(slots, lambda: inputs.draws, inputs.output_index, sent)
         got = sent.send(graphs.inputs)
+        if asked is NOTHING:
+            return Fetched.begin(Sampled(graphs.replay_greedy(len(slots)), None))
+        p.sampler.settle(asked, got)
         hidden, slots_S = graphs.replay(len(slots))
         sampled = p.sampler.sample(p.model.logits(hidden), asked, got)
         return self._keep(sampled, slots_S)
@@ -178,9 +181,9 @@ class Fetched:
 
     @classmethod
     def begin(cls, sampled: Sampled) -> "Fetched":
-        """Start the copies; on a CPU there are none."""
+        """Start the copies, before anything that overwrites what is copied."""
         if sampled.token_ids.device.type == "cpu":
-            return cls(sampled, None)
+            return cls(Sampled(sampled.token_ids.clone(), sampled.logprobs), None)
         found = sampled.logprobs
         if found is not None:
             copies = (_to_host(t) for t in (found.own, found.top_ids, found.top_logprobs))

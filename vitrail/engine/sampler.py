@@ -12,7 +12,7 @@ Legend: S sampled rows, R rows that asked, P rows with penalties, V vocabulary."
 # pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false
 # pyright: reportUnknownVariableType=false
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -28,6 +28,7 @@ from vitrail.ops.dispatch import select_sampling
 from vitrail.ops.sampling.naive import Filters
 
 GREEDY, PLAIN, FILTERED = range(3)
+UNKNOWN, LIKELIEST, MORE = range(3)
 
 
 class Logprobs(NamedTuple):
@@ -87,6 +88,19 @@ class Asked:
     tops: list[int]
 
 
+# Each row's likeliest token, and nothing else.
+NOTHING = Asked(
+    settled=None,
+    penalised=None,
+    biases=None,
+    plain=None,
+    filtered=None,
+    logprobs=None,
+    rows=[],
+    tops=[],
+)
+
+
 class Sampler:
     """State a slot: its parameters (host), and for rows with penalties, token counts (device)."""
 
@@ -97,8 +111,9 @@ class Sampler:
         mask = torch.zeros(vocab_size, dtype=torch.float32)
         mask[list(never_sampled)] = -torch.inf
         self._never_V = mask.to(device)
-        self._vocab, self._ops = vocab_size, select_sampling(device)
-        self._kind = np.full(max_running, -1, dtype=np.int8)
+        self.vocab_size, self._ops = vocab_size, select_sampling(device)
+        self._wants = np.full(max_running, UNKNOWN, dtype=np.int8)
+        self._kind = np.zeros(max_running, dtype=np.int8)
         # temperature, top_k (V: all), top_p, min_p
         self._columns = np.ones((4, max_running))
         self._factors = np.zeros((3, max_running), dtype=np.float32)
@@ -125,7 +140,7 @@ class Sampler:
             self._kind[slot] = _kind(p)
             self._columns[:, slot] = (
                 p.temperature,
-                p.top_k or self._vocab,
+                p.top_k or self.vocab_size,
                 p.top_p,
                 p.min_p,
             )
@@ -137,14 +152,25 @@ class Sampler:
                 sorted(s.stop_token_ids),
             )
             self._tops[slot] = -1 if p.logprobs is None else p.logprobs
+            plain = factors == (1, 0, 0) and not p.logit_bias and not p.min_tokens
+            greedy = plain and p.temperature == 0 and p.logprobs is None
+            self._wants[slot] = LIKELIEST if greedy else MORE
 
     def ask(
-        self, slots: np.ndarray, draws: np.ndarray, output_index: np.ndarray, sent: Parcel
+        self,
+        slots: np.ndarray,
+        draws: Callable[[], np.ndarray],
+        output_index: np.ndarray,
+        sent: Parcel,
     ) -> Asked:
-        """Pack what the rows of `slots` want. `draws` float64 [S]; `output_index` int64 [S], tokens
-        sampled before."""
+        """Pack what the rows of `slots` want. `draws`: float64 [S], where a row draws;
+        `output_index` int64 [S], tokens sampled before."""
+        wants = self._wants[slots]
+        assert wants.all(), f"a slot of {slots} was never set up"
+        if not (wants > LIKELIEST).any() and not self._penalties.has_new:
+            return NOTHING
         kind = self._kind[slots]
-        assert not len(slots) or kind.min() >= 0, f"a slot of {slots} was never set up"
+        u_S = draws() if kind.any() else np.zeros(0)
         logged = np.flatnonzero(self._tops[slots] >= 0)
         tables = self._penalty_row[slots]
         penalised = np.flatnonzero(tables >= 0)
@@ -158,21 +184,21 @@ class Sampler:
                 sent.add(self._factors[:, slots[penalised]]),
             ),
             biases=self._pack_biases(slots, output_index, sent),
-            plain=self._pack(kind == PLAIN, slots, draws, sent, 1),
-            filtered=self._pack(kind == FILTERED, slots, draws, sent, 4),
+            plain=self._pack(kind == PLAIN, slots, u_S, sent, 1),
+            filtered=self._pack(kind == FILTERED, slots, u_S, sent, 4),
             logprobs=sent.add(logged) if len(logged) else None,
             rows=logged.tolist(),
             tops=self._tops[slots[logged]].tolist(),
         )
 
     def _pack(
-        self, wanted: np.ndarray, slots: np.ndarray, draws: np.ndarray, sent: Parcel, columns: int
+        self, wanted: np.ndarray, slots: np.ndarray, u_S: np.ndarray, sent: Parcel, columns: int
     ) -> _Drawn | None:
         rows = np.flatnonzero(wanted)
         if not len(rows):
             return None
         of_rows = self._columns[:columns, slots[rows]]
-        return _Drawn(sent.add(rows), sent.add(np.concatenate([draws[rows][None], of_rows])))
+        return _Drawn(sent.add(rows), sent.add(np.concatenate([u_S[rows][None], of_rows])))
 
     def _pack_biases(
         self, slots: np.ndarray, output_index: np.ndarray, sent: Parcel
@@ -197,6 +223,11 @@ class Sampler:
         """Rows that entered the penalty tables with this step; before anything is sampled."""
         if asked.settled is not None:
             self._penalties.settle(*(got(ticket) for ticket in asked.settled))
+
+    def greedy(self, logits_SV: Float[Tensor, "S V"]) -> Int[Tensor, "S"]:
+        """What `sample` gives rows that ask for nothing else. Needs no numbers of the step."""
+        tokens_S, finite_S = self._ops.best_tokens(logits_SV, self._never_V)
+        return torch.where(finite_S, tokens_S, -1)
 
     def sample(self, logits_SV: Float[Tensor, "S V"], asked: Asked, got: Received) -> Sampled:
         """One token a row, as `asked` when the rows were settled."""
@@ -280,6 +311,10 @@ class _PenaltyTable:
         row = self._free.pop()
         self._new.append((row, prompt, output))
         return row
+
+    @property
+    def has_new(self) -> bool:
+        return bool(self._new)
 
     def free(self, row: int) -> None:
         self._free.append(row)

@@ -99,16 +99,21 @@ class SlotSetup:
 class StepInputs:
     """What the plan's ints stand for, in the plan's order. `token_ids`: int64 [prefill tokens],
     image positions hold the image id. `next_ids`: parallel; the prompt token that follows each
-    position, -1 where none does (for prompt logprobs). `draws`: float64 [sampled], one uniform in
-    [0, 1) each. `output_index`: int64 [sampled], how many tokens the sequence sampled before this
-    one. `pixels`: parallel to `encodes`."""
+    position, -1 where none does (for prompt logprobs). `seeds`: [sampled]. `output_index`: int64
+    [sampled], how many tokens the sequence sampled before this one. `pixels`: parallel to
+    `encodes`."""
 
     token_ids: np.ndarray
     next_ids: np.ndarray
-    draws: np.ndarray
+    seeds: list[int]
     output_index: np.ndarray
     setups: list[SlotSetup]
     pixels: list[np.ndarray]
+
+    @property
+    def draws(self) -> np.ndarray:
+        """float64 [sampled], one uniform in [0, 1) each; made for whoever draws."""
+        return draws(self.seeds, self.output_index)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -185,7 +190,8 @@ class StepDraft:
         self._decode_index.append(start + 1 - seq.num_prompt)
         seq.launched = start + 1
         seq.in_flight += 1
-        seq.pages_sent += len(new_pages)
+        if new_pages:
+            seq.pages_sent += len(new_pages)
 
     def prefill(self, seq: Sequence, end: int, new_pages: tuple[int, ...]) -> None:
         """Positions [seq.launched, end) of `seq`, whose images there are in `seq.held`."""
@@ -249,7 +255,7 @@ class StepDraft:
         inputs = StepInputs(
             token_ids=np.array(self._tokens, dtype=np.int64),
             next_ids=np.array(self._next, dtype=np.int64),
-            draws=draws(self._prefill_seeds + self._decode_seeds, output_index),
+            seeds=self._prefill_seeds + self._decode_seeds,
             output_index=output_index,
             setups=self.setups,
             pixels=self.pixels,

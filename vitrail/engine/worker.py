@@ -11,11 +11,11 @@ from vitrail.config.engine import EngineConfig
 from vitrail.config.env import read_env
 from vitrail.config.finding import Refused
 from vitrail.engine.build import Built, build_engine
-from vitrail.engine.checkpoint import open_checkpoint
 from vitrail.engine.engine import Engine
 from vitrail.engine.ipc import Abort, EngineChannel, Loading, Ready, Refusal, Stepped, Submit
-from vitrail.engine.prepare import load_assets
 from vitrail.engine.request import Output
+from vitrail.models.assets import load_assets
+from vitrail.models.checkpoint import open_checkpoint
 
 
 def main(fd: int) -> int:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from vitrail.attention.backend import load_backend
@@ -43,6 +43,9 @@ class MlaForms:
 
     prefill: Form = "expanded"
     decode: Form = "absorbed"
+
+
+ONE_FORM = MlaForms(prefill="absorbed", decode="absorbed")
 
 
 def mla_config(text: TextConfig) -> MlaConfig:
@@ -103,16 +106,27 @@ def mla_context(ctx: ForwardContext, forms: MlaForms) -> ForwardContext:
     """`ctx` with the pieces that expanding layers attend by, made once for all layers of a step
     where whoever laid it out did not."""
     prefill, decode = ctx.prefill, ctx.decode
-    if prefill is not None and forms.prefill == "expanded" and not prefill.chunks:
-        prefill = with_chunks(prefill)
+    if prefill is not None and forms.prefill == "expanded":
+        prefill = _mended(prefill if prefill.chunks else with_chunks(prefill))
     if decode is not None and forms.decode == "expanded":
-        decode = with_chunks(decode)
+        decode = _mended(with_chunks(decode))
     return replace(ctx, prefill=prefill, decode=decode)
+
+
+def _mended(meta: PagedMetadata) -> PagedMetadata:
+    """Keys and values of several sequences are expanded as `kernels/mend.py` makes them."""
+    if meta.batch == 1:
+        return meta
+    chunks = (replace(c, meta=replace(c.meta, mended=True)) for c in meta.chunks)
+    return replace(meta, chunks=tuple(chunks))
 
 
 class MlaAttention(nn.Module):
     """Layer `layer` of a decoder. `qkv_a_proj` gives [queries by head | latent | rotary channels];
-    `kv_b_proj` [H (N + E), R] is the published one: by head key rows, then value rows."""
+    `kv_b_proj` [H (N + E), R] is the published one: by head key rows, then value rows. `fixed`: see
+    `layers.fixed`."""
+
+    fixed = False
 
     def __init__(self, text: TextConfig, layer: int, dtype: torch.dtype, forms: MlaForms):
         super().__init__()
@@ -169,16 +183,15 @@ class MlaAttention(nn.Module):
     def _attend_expanded(
         self, tokens: "_Tokens", meta: PagedMetadata, ctx: ForwardContext
     ) -> Float[Tensor, "T HE"]:
-        ops, sizes = select_mla(tokens.row_TX.device), self.sizes
+        ops, sizes = select_mla(tokens.row_TX.device, self.fixed), self.sizes
         norm = LatentNorm(self.kv_a_norm.weight, self.kv_a_norm.eps)
         q_THD = ops.expanded_queries(tokens.row_TX, norm, tokens.turns, sizes, tokens.into)
         cache_NPC, scale = ctx.pool.latent(self.layer), ctx.pool.scales(self.layer).k
 
-        def expand(
-            slots_S: Int[Tensor, "S"],
-        ) -> tuple[Float[Tensor, "S H D"], Float[Tensor, "S H E"]]:
+        # no shapes in its signature: they would be read again in every layer
+        def expand(slots_S: Tensor) -> tuple[Tensor, Tensor]:
             row_SC = dequantized(gather_slots(cache_NPC, slots_S), scale, q_THD.dtype)
-            return ops.expanded_keys(row_SC, self.kv_b_proj.weight, sizes)
+            return ops.expanded_keys(row_SC, self.kv_b_proj.weight, sizes, meta.batch > 1)
 
         assert meta.chunks, "the model gives its layers an `mla_context`"
         plan = ctx.plans.select(self.expanded, Phase.PREFILL, meta.batch, meta.max_kv_len)
@@ -188,7 +201,7 @@ class MlaAttention(nn.Module):
     def _attend_absorbed(
         self, tokens: "_Tokens", meta: PagedMetadata, ctx: ForwardContext
     ) -> Float[Tensor, "T HE"]:
-        ops, sizes = select_mla(tokens.row_TX.device), self.sizes
+        ops, sizes = select_mla(tokens.row_TX.device, self.fixed), self.sizes
         norm = LatentNorm(self.kv_a_norm.weight, self.kv_a_norm.eps)
         kv_b_HXR = self.kv_b_proj.weight.view(sizes.heads, -1, sizes.rank)
         k_b_HNR, v_b_HER = kv_b_HXR[:, : sizes.nope], kv_b_HXR[:, sizes.nope :]

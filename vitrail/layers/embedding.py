@@ -24,11 +24,13 @@ class VocabEmbedding(nn.Module):
 
 class LmHead(nn.Module):
     """`weight` [V, M]; logits in fp32 whatever the weight's dtype. Call it on the rows that are
-    sampled, not on every token."""
+    sampled, not on every token. `fixed`: see `layers.fixed`."""
+
+    fixed = False
 
     def __init__(self, vocab_size: int, hidden: int, dtype: torch.dtype):
         super().__init__()
         self.weight = parameter(vocab_size, hidden, dtype=dtype)
 
     def forward(self, hidden_TM: Float[Tensor, "T M"]) -> Float[Tensor, "T V"]:
-        return select_linear(hidden_TM.device).scores(hidden_TM, self.weight)
+        return select_linear(hidden_TM.device, self.fixed).scores(hidden_TM, self.weight)

@@ -14,6 +14,8 @@ from vitrail.config.model import DType, GqaConfig, TextConfig
 from vitrail.layers.context import ForwardContext
 from vitrail.layers.linear import Linear
 from vitrail.layers.rotary import Rotary
+from vitrail.ops.dispatch import select_paged_queries
+from vitrail.ops.gqa.naive import GqaSizes
 
 
 def gqa_config(text: TextConfig) -> GqaConfig:
@@ -58,19 +60,18 @@ class GqaAttention(nn.Module):
         super().__init__()
         gqa, dim = gqa_config(text), text.head_dim
         self.layer, self.site = layer, gqa_site(text, layer)
-        self.head_dim = dim
-        self.heads = (text.num_heads, text.num_kv_heads, text.num_kv_heads)
-        self.qkv_proj = Linear(text.hidden_size, sum(self.heads) * dim, dtype, gqa.qkv_bias)
+        self.sizes = GqaSizes(text.num_heads, text.num_kv_heads, dim)
+        self.qkv_proj = Linear(text.hidden_size, self.sizes.projected, dtype, gqa.qkv_bias)
         self.o_proj = Linear(text.num_heads * dim, text.hidden_size, dtype, gqa.out_bias)
 
     def forward(
         self, x_TM: Float[Tensor, "T M"], rotary: Rotary, ctx: ForwardContext
     ) -> Float[Tensor, "T M"]:
         """Writes the tokens' keys and values to the cache, then attends to everything written."""
-        qkv_TXD = self.qkv_proj(x_TM).unflatten(-1, (-1, self.head_dim))
-        q_THD, k_TKD, v_TKD = qkv_TXD.split(self.heads, dim=1)
-        q_THD, k_TKD = rotary(q_THD), rotary(k_TKD)
-        ctx.pool.write_paged(self.layer, ctx.cache_slots, k_TKD, v_TKD)
+        paged_queries = select_paged_queries(x_TM.device)
+        into = ctx.pool.paged_slots(self.layer, ctx.cache_slots)
+        turns = rotary.part(slice(None))
+        q_THD = paged_queries(self.qkv_proj(x_TM), turns, self.sizes, into)
         split = ctx.num_prefill
         parts: list[Tensor] = []
         if ctx.prefill is not None:

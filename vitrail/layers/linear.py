@@ -22,7 +22,10 @@ def parameter(*shape: int, dtype: torch.dtype) -> nn.Parameter:
 
 
 class Linear(nn.Module):
-    """y = x weight^T (+ bias). `weight` [O, I] as checkpoints store it, `bias` [O] or None."""
+    """y = x weight^T (+ bias). `weight` [O, I] as checkpoints store it, `bias` [O] or None.
+    `fixed`: see `layers.fixed`."""
+
+    fixed = False
 
     def __init__(self, inputs: int, outputs: int, dtype: torch.dtype, bias: bool = False):
         super().__init__()
@@ -30,7 +33,7 @@ class Linear(nn.Module):
         self.bias = parameter(outputs, dtype=dtype) if bias else None
 
     def forward(self, x_TI: Float[Tensor, "T I"]) -> Float[Tensor, "T O"]:
-        return select_linear(x_TI.device).linear(x_TI, self.weight, self.bias)
+        return select_linear(x_TI.device, self.fixed).linear(x_TI, self.weight, self.bias)
 
 
 class GatedMlp(nn.Module):

@@ -31,7 +31,10 @@ class Router(nn.Module):
 class MoeLayer(nn.Module):
     """Routed experts and, where the model has them, shared ones, which every token chooses with
     weight 1: one gated MLP of `num_shared * intermediate_size` is so many experts' sum. `gate_up`
-    [Y, 2I, M] is [gate | up]; `down` [Y, M, I]; the shared experts come last."""
+    [Y, 2I, M] is [gate | up]; `down` [Y, M, I]; the shared experts come last. `fixed`: see
+    `layers.fixed`."""
+
+    fixed = False
 
     def __init__(self, hidden: int, moe: MoeConfig, dtype: torch.dtype):
         super().__init__()
@@ -43,5 +46,5 @@ class MoeLayer(nn.Module):
 
     def forward(self, x_TM: Float[Tensor, "T M"]) -> Float[Tensor, "T M"]:
         router = self.router
-        run = select_mixture(x_TM.device, x_TM.dtype, self.widths)
+        run = select_mixture(x_TM.device, x_TM.dtype, self.widths, self.fixed)
         return run(x_TM, router.weight, router.bias, router.choice, self.gate_up, self.down)

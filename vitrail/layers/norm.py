@@ -35,5 +35,5 @@ class RmsNorm(nn.Module):
     ) -> tuple[Float[Tensor, "T O"], Float[Tensor, "T M"]]:
         """`add`, and `linear` (without a bias) of the normed."""
         assert linear.bias is None, "a norm before a product with a bias"
-        ops = select_linear(x_TM.device)
+        ops = select_linear(x_TM.device, linear.fixed)
         return ops.add_norm_linear(x_TM, residual_TM, self.weight, self.eps, linear.weight)

@@ -11,6 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 import vitrail.ops.activation.naive as naive_activation
+import vitrail.ops.gqa.naive as naive_gqa
 import vitrail.ops.linear.naive as naive_linear
 import vitrail.ops.mla.naive as naive_mla
 import vitrail.ops.norm.naive as naive_norm
@@ -42,18 +43,21 @@ Mixture = Callable[
 ]
 
 
-def select_mixture(device: torch.device, dtype: torch.dtype, widths: tuple[int, int]) -> Mixture:
+def select_mixture(
+    device: torch.device, dtype: torch.dtype, widths: tuple[int, int], fixed: bool = False
+) -> Mixture:
     """Router and experts; `widths`: hidden and intermediate channels. Host memory: segments, whose
     ends are at hand. Elsewhere our kernels where they can run (bf16, aligned rows), else the
-    definition, which reads nothing back."""
+    definition, which reads nothing back. `fixed`: in tiles that the batch does not choose."""
     if device.type == "cpu":
         return partial(_mixture, segmented_experts)
     aligned = all(width * dtype.itemsize % ALIGN_BYTES == 0 for width in widths)
     if dtype != torch.bfloat16 or not aligned:
+        assert not fixed, f"{dtype}, {widths} channels: refused at start-up"
         return partial(_mixture, naive_experts)
     from vitrail.ops.moe.fused import triton_mixture  # compiles, so only where there is a GPU
 
-    return partial(triton_mixture, gpu_of(device))
+    return partial(triton_mixture, gpu_of(device), fixed=fixed)
 
 
 def _mixture(
@@ -92,7 +96,7 @@ class MlaOps(NamedTuple):
     expanded_queries: Callable[..., Tensor]
     absorbed_queries: Callable[..., Tensor]
     values: Callable[[Tensor, Tensor], Tensor]
-    expanded_keys: Callable[[Tensor, Tensor, naive_mla.MlaSizes], tuple[Tensor, Tensor]]
+    expanded_keys: Callable[[Tensor, Tensor, naive_mla.MlaSizes, bool], tuple[Tensor, Tensor]]
 
 
 @cache
@@ -116,18 +120,23 @@ def select_silu_mul(device: torch.device) -> Callable[[Tensor], Tensor]:
 
 
 @cache
-def select_linear(device: torch.device) -> LinearOps:
-    """On a GPU what `linear.table` says of a shape, else the definitions."""
+def select_linear(device: torch.device, fixed: bool = False) -> LinearOps:
+    """On a GPU what `linear.table` says of a shape, else the definitions. `fixed`: a row's product
+    is the same whatever is beside it."""
     if device.type != "cuda":
         return LinearOps(naive_linear.linear, naive_linear.scores, naive_linear.add_norm_linear)
+    if fixed:
+        from vitrail.ops.linear import fixed as alike
+
+        return LinearOps(alike.linear, alike.scores, alike.add_norm_linear)
     from vitrail.ops.linear import fused
 
     return LinearOps(fused.linear, fused.scores, fused.add_norm_linear)
 
 
 @cache
-def select_mla(device: torch.device) -> MlaOps:
-    """Ours in Triton on a GPU, else the definitions."""
+def select_mla(device: torch.device, fixed: bool = False) -> MlaOps:
+    """Ours in Triton on a GPU, else the definitions. `fixed`: as in `select_linear`."""
     if device.type != "cuda":
         return MlaOps(
             naive_mla.expanded_queries,
@@ -137,7 +146,10 @@ def select_mla(device: torch.device) -> MlaOps:
         )
     from vitrail.ops.mla import fused
 
-    return MlaOps(fused.expanded_queries, fused.absorbed_queries, fused.values, fused.expanded_keys)
+    absorbed, values = fused.absorbed_queries, fused.values
+    if fixed:
+        absorbed, values = (partial(f, fixed=True) for f in (absorbed, values))
+    return MlaOps(fused.expanded_queries, absorbed, values, fused.expanded_keys)
 
 
 RopeTable = Callable[[Tensor, int, float, RopeScaling | None], tuple[Tensor, Tensor]]
@@ -188,3 +200,13 @@ def select_resize(device: torch.device) -> ModuleType:
     from vitrail.ops.resize import triton
 
     return triton
+
+
+@cache
+def select_paged_queries(device: torch.device) -> Callable[..., Tensor]:
+    """Ours in Triton on a GPU, else the definition."""
+    if device.type != "cuda":
+        return naive_gqa.paged_queries
+    from vitrail.ops.gqa import triton
+
+    return triton.paged_queries

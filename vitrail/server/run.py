@@ -14,10 +14,11 @@ from granian.server.embed import Server
 
 from vitrail.config.engine import EngineConfig
 from vitrail.config.finding import Finding, Refused
-from vitrail.engine.checkpoint import open_checkpoint
 from vitrail.engine.client import EngineClient
 from vitrail.engine.ipc import ProfileWindow
-from vitrail.engine.prepare import Preparer, load_assets
+from vitrail.engine.prepare import Preparer
+from vitrail.models.assets import load_assets
+from vitrail.models.checkpoint import open_checkpoint
 from vitrail.server.app import App
 
 log = logging.getLogger("vitrail.server")

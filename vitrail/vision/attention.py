@@ -21,6 +21,7 @@ from vitrail.attention.plan import PlanTable
 from vitrail.attention.shape import AttentionSite, Phase
 from vitrail.ops.dispatch import select_vision
 from vitrail.ops.vision.naive import Grids
+from vitrail.vision.linear import TowerLinear
 
 
 class RotaryTable(NamedTuple):
@@ -67,8 +68,8 @@ class VisionAttention(nn.Module):
         self.site = site
         self.rope_interleaved = rope_interleaved
         self.heads = (site.num_q_heads, site.num_kv_heads, site.num_kv_heads)
-        self.qkv = nn.Linear(hidden_size, sum(self.heads) * site.head_dim, dtype=dtype)
-        self.out = nn.Linear(site.num_q_heads * site.head_dim, hidden_size, dtype=dtype)
+        self.qkv = TowerLinear(hidden_size, sum(self.heads) * site.head_dim, dtype=dtype)
+        self.out = TowerLinear(site.num_q_heads * site.head_dim, hidden_size, dtype=dtype)
         self.sink = nn.Parameter(torch.zeros(site.num_q_heads, dtype=dtype)) if site.sink else None
 
     def forward(

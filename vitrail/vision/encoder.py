@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from vitrail.attention.shape import AttentionSite
 from vitrail.ops.dispatch import select_vision
 from vitrail.vision.attention import VisionAttention, VisionAttentionMetadata
+from vitrail.vision.linear import TowerLinear
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,12 +52,11 @@ class Mlp(nn.Module):
     def __init__(self, shape: EncoderShape, dtype: torch.dtype):
         super().__init__()
         self.gelu = shape.gelu
-        self.up = nn.Linear(shape.hidden_size, shape.intermediate_size, dtype=dtype)
-        self.down = nn.Linear(shape.intermediate_size, shape.hidden_size, dtype=dtype)
+        self.up = TowerLinear(shape.hidden_size, shape.intermediate_size, dtype=dtype)
+        self.down = TowerLinear(shape.intermediate_size, shape.hidden_size, dtype=dtype)
 
     def forward(self, x_NM: Float[Tensor, "N M"]) -> Float[Tensor, "N M"]:
-        linear_gelu = select_vision(x_NM.device).linear_gelu
-        return self.down(linear_gelu(x_NM, self.up.weight, self.up.bias, self.gelu))
+        return self.down(self.up.gelu(x_NM, self.gelu))
 
 
 class EncoderBlock(nn.Module):

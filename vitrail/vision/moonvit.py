@@ -20,6 +20,7 @@ from vitrail.ops.dispatch import select_vision
 from vitrail.ops.vision.naive import Grids
 from vitrail.vision.attention import RotaryTable, prepare_vision_attention_metadata
 from vitrail.vision.encoder import Encoder, EncoderShape
+from vitrail.vision.linear import TowerLinear
 
 CHANNELS = 3
 
@@ -43,7 +44,7 @@ class MoonVit(nn.Module):
         super().__init__()
         self.config = config
         features = CHANNELS * config.patch_size**2
-        self.patch_embed = nn.Linear(features, config.hidden_size, dtype=dtype)
+        self.patch_embed = TowerLinear(features, config.hidden_size, dtype=dtype)
         table = torch.zeros((config.pos_height, config.pos_width, config.hidden_size), dtype=dtype)
         self.pos_embed = nn.Parameter(table)
         shape = EncoderShape(
@@ -78,6 +79,5 @@ class MoonVit(nn.Module):
         assert packed.num_patches == count, f"{count} patches for {grids}"
         rotary = RotaryTable(*ops.rope_tables(packed, config.head_dim, config.rope_theta, device))
         meta = prepare_vision_attention_metadata(packed, rotary, plans)
-        embed = self.patch_embed
-        x_NM = ops.embed(patches_NF, embed.weight, embed.bias)
+        x_NM = self.patch_embed.embed(patches_NF)
         return self.encoder(ops.add_positions(x_NM, self.pos_embed, packed), meta)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from vitrail.config.model import MoonVitConfig
 from vitrail.ops.dispatch import select_vision
+from vitrail.vision.linear import TowerLinear
 
 
 class MergeProjector(nn.Module):
@@ -23,18 +24,18 @@ class MergeProjector(nn.Module):
         self.merge = config.merge
         merged = config.merge**2 * config.hidden_size
         self.norm = nn.LayerNorm(config.hidden_size, eps=1e-5, dtype=dtype)
-        self.up = nn.Linear(merged, merged, dtype=dtype)
-        self.down = nn.Linear(merged, text_hidden_size, dtype=dtype)
+        self.up = TowerLinear(merged, merged, dtype=dtype)
+        self.down = TowerLinear(merged, text_hidden_size, dtype=dtype)
         self.requires_grad_(False)
 
     def forward(
         self, x_NM: Float[Tensor, "N M"], grids: Sequence[tuple[int, int]]
     ) -> Float[Tensor, "L text_hidden"]:
         """`x_NM`: patches of pictures of these (height, width) grids, row-major, in order."""
-        ops, norm, up = select_vision(x_NM.device), self.norm, self.up
+        ops, norm = select_vision(x_NM.device), self.norm
         normed_NM = ops.layer_norm(x_NM, norm.weight, norm.bias, norm.eps)
         merged = merge_patches(normed_NM, grids, self.merge)
-        return self.down(ops.linear_gelu(merged, up.weight, up.bias, "none"))
+        return self.down(self.up.gelu(merged, "none"))
 
 
 def merge_patches(

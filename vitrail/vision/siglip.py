@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from vitrail.attention.plan import PlanTable
 from vitrail.attention.shape import AttentionSite, Phase
 from vitrail.config.model import SiglipConfig
-from vitrail.ops.dispatch import select_vision
 from vitrail.ops.vision.naive import Grids, normalise
 from vitrail.vision.attention import prepare_vision_attention_metadata
 from vitrail.vision.encoder import EncoderBlock, EncoderShape, Residual
+from vitrail.vision.linear import TowerLinear
 from vitrail.vision.moonvit import CHANNELS
 
 
@@ -43,7 +43,7 @@ class Siglip(nn.Module):
         super().__init__()
         self.config = config
         features = CHANNELS * config.patch_size**2
-        self.patch_embed = nn.Linear(features, config.hidden_size, dtype=dtype)
+        self.patch_embed = TowerLinear(features, config.hidden_size, dtype=dtype)
         table = torch.zeros((config.tile**2, config.hidden_size), dtype=dtype)
         self.pos_embed = nn.Parameter(table)
         shape = EncoderShape(
@@ -91,7 +91,7 @@ class Siglip(nn.Module):
         decides the logits' fifth digit (docs/notes/nvila.md); a GPU has the product."""
         layer, side = self.patch_embed, self.config.patch_size
         if patches_NF.device.type != "cpu":
-            return select_vision(patches_NF.device).embed(patches_NF, layer.weight, layer.bias)
+            return layer.embed(patches_NF)
         patches_NF = normalise(patches_NF, layer.weight.dtype)
         patches, kernels = (
             x.unflatten(1, (CHANNELS, side, side)) for x in (patches_NF, layer.weight)

@@ -15,6 +15,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from vitrail.config.model import SiglipConfig
+from vitrail.vision.linear import TowerLinear
 
 Block = tuple[int, int] | None
 
@@ -40,7 +41,7 @@ class TileProjector(nn.Module):
             sizes = (merged, config.merge * channels, hidden_size, hidden_size)
             self.inner_norm = nn.LayerNorm(sizes[1], dtype=dtype)
         self.layers = nn.ModuleList(
-            nn.Linear(before, after, dtype=dtype)
+            TowerLinear(before, after, dtype=dtype)
             for before, after in zip(sizes[:-1], sizes[1:], strict=True)
         )
         self.requires_grad_(False)

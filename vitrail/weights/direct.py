@@ -28,7 +28,7 @@ from vitrail.weights.plan import Read
 from vitrail.weights.sharding import Shape
 
 SEGMENT_BYTES = 8 << 20
-MAX_THREADS = 8
+MAX_THREADS = 16
 MAX_VECTORS = 512  # buffers of one call, below every system's limit
 
 

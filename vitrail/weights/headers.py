@@ -81,12 +81,20 @@ class Headers:
     warnings: tuple[Finding, ...] = ()
 
 
-def read(folder: Path, parts: Sequence[str] = ()) -> Headers | list[Finding]:
+# Of files that are not in the folder, by their path in the checkpoint.
+Elsewhere = Mapping[str, "list[TensorHeader] | Finding"]
+NOWHERE: Elsewhere = {}
+
+
+def read(
+    folder: Path, parts: Sequence[str] = (), elsewhere: Elsewhere = NOWHERE
+) -> Headers | list[Finding]:
     """The headers of a checkpoint folder, or everything that is wrong with it. `parts`: its
-    sub-folders that are checkpoints of their own; their tensors are found as `part.name`."""
+    sub-folders that are checkpoints of their own; their tensors are found as `part.name`.
+    `elsewhere`: headers of files that a hub has and the folder has not."""
     if not parts:
-        return _read_one(folder)
-    read_parts = {part: _read_one(folder / part) for part in parts}
+        return _read_one(folder, elsewhere)
+    read_parts = {part: _read_one(folder / part, _within(elsewhere, part)) for part in parts}
     findings = [
         replace(finding, where=f"{part}/{finding.where}")
         for part, found in read_parts.items()
@@ -105,11 +113,18 @@ def read(folder: Path, parts: Sequence[str] = ()) -> Headers | list[Finding]:
     return Headers(tensors=tensors, warnings=tuple(warnings))
 
 
-def _read_one(folder: Path) -> Headers | list[Finding]:
+def _within(elsewhere: Elsewhere, part: str) -> Elsewhere:
+    """Of a sub-folder, by the names that its files have there."""
+    prefix = f"{part}/"
+    return {k.removeprefix(prefix): v for k, v in elsewhere.items() if k.startswith(prefix)}
+
+
+def _read_one(folder: Path, elsewhere: Elsewhere) -> Headers | list[Finding]:
     if not folder.is_dir():
         rule = "a checkpoint is a folder with safetensors files"
         return [_bad(folder.name, "no such folder", rule, "give the path of a model folder")]
-    present = sorted(path.name for path in folder.iterdir())
+    there = {name for name in elsewhere if "/" not in name}
+    present = sorted({path.name for path in folder.iterdir()} | there)
     if INDEX_FILE in present:
         index = _read_index(folder)
         if isinstance(index, list):
@@ -123,7 +138,7 @@ def _read_one(folder: Path) -> Headers | list[Finding]:
     held: list[TensorHeader] = []
     for file in files:
         if file in present:
-            tensors = read_file(folder / file)
+            tensors = elsewhere[file] if file in there else read_file(folder / file)
             if isinstance(tensors, Finding):
                 findings.append(tensors)
             else:
@@ -162,15 +177,15 @@ def read_file(path: Path) -> list[TensorHeader] | Finding:
     header.pop("__metadata__", None)
     tensors: list[TensorHeader] = []
     for name, entry in header.items():
-        tensor = _entry(name, where, entry, 8 + length)
+        tensor = header_of(name, where, entry, 8 + length)
         if isinstance(tensor, Finding):
             return tensor
         tensors.append(tensor)
     tensors.sort(key=lambda tensor: (tensor.start, tensor.stop))
-    return _layout_error(tensors, where, 8 + length, size) or tensors
+    return layout_error(tensors, where, 8 + length, size) or tensors
 
 
-def _entry(name: str, file: str, entry: object, base: int) -> TensorHeader | Finding:
+def header_of(name: str, file: str, entry: object, base: int) -> TensorHeader | Finding:
     where = f"{file}: {name if name.isprintable() else repr(name)}"
     if not isinstance(entry, dict):
         return _bad(where, f"a {type(entry).__name__}", "an entry is a JSON object", _REPAIR)
@@ -199,7 +214,7 @@ def _entry(name: str, file: str, entry: object, base: int) -> TensorHeader | Fin
     )
 
 
-def _layout_error(tensors: list[TensorHeader], file: str, base: int, size: int) -> Finding | None:
+def layout_error(tensors: list[TensorHeader], file: str, base: int, size: int) -> Finding | None:
     """Tensors must follow each other without hole or overlap from `base` to the end of the file."""
     end = base
     for tensor in tensors:

@@ -178,7 +178,7 @@ class _Resolution:
             return
         sources = row.sources(tuple(self.specs[name].shape for name in targets))
         for number, (name, rule) in enumerate(zip(targets, row.rules, strict=True)):
-            self._cut(name, rule, _parts(sources, number, rule))
+            self._cut(name, rule, fused_parts(sources, number, rule))
         for source in sources:
             name = filled(source.checkpoint, holes)
             self.unused.discard(name)
@@ -317,7 +317,7 @@ def _position(read: Read, start: Mapping[tuple[str, str], int]) -> tuple[str, in
     return read.file, start[read.file, read.tensor], read.source
 
 
-def _parts(sources: tuple[Source, ...], target: int, rule: Rule) -> tuple[int, ...]:
+def fused_parts(sources: tuple[Source, ...], target: int, rule: Rule) -> tuple[int, ...]:
     """Extents that different tensors fill along the dim that `rule` cuts; empty where one tensor,
     or a stack of them, fills it."""
     dim = rule.dim

@@ -13,7 +13,7 @@ from tests.models.cases import SIGLIP
 from tests.models.nvila.test_nvila_processor import SIGLIP as PREPROCESSOR
 from tests.weights.gguf_files import rows_published
 from vitrail.config.finding import accept
-from vitrail.engine.checkpoint import open_checkpoint
+from vitrail.models.checkpoint import open_checkpoint
 from vitrail.models.registry import load_entry
 from vitrail.tokenizer.gguf import SPLITS, _named, _templates, _tokenizer_json
 from vitrail.weights.gguf import GgufTensors

@@ -14,6 +14,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from vitrail.attention.backend import UNSCALED, Attended, AttentionBackend, Sent
+from vitrail.attention.backends.kept import kept
 from vitrail.attention.backends.triton import factors, join, pack_records, prepare
 from vitrail.attention.call import check_tensors, is_wide
 from vitrail.attention.decode_spec import Spec, spec
@@ -58,6 +59,13 @@ def compiled(made: Spec) -> Callable[..., None]:
         cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True),
         options="--enable-tvm-ffi",
     )
+
+
+@cache
+def kernel_of(made: Spec) -> Callable[..., None]:
+    """For the GPU at hand, once a process, from disk where it was compiled before."""
+    (kernel,) = kept(f"cute {made}", ("decode",), lambda: (compiled(made),))
+    return kernel
 
 
 class Cute:
@@ -132,7 +140,7 @@ def _decode(
     cells = work.slots * site.num_kv_heads * plan.tile_m
     part = torch.empty((cells, site.head_dim_v), dtype=torch.float32, device=device)
     part_lse = torch.empty(cells, dtype=torch.float32, device=device)
-    compiled(spec(plan))(
+    kernel_of(spec(plan))(
         q_THD,
         k_NPKD,
         v_NPKE,

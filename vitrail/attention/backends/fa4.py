@@ -29,6 +29,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from vitrail.attention.backend import UNSCALED, Attended, AttentionBackend, Sent
 from vitrail.attention.backends import triton
+from vitrail.attention.backends.kept import kept
 from vitrail.attention.call import WIDE_BYTES, check_lengths, check_tensors, is_wide
 from vitrail.attention.fa4 import weights_in_registers
 from vitrail.attention.fa4_calls import cut
@@ -38,6 +39,7 @@ from vitrail.attention.plan import AttentionPlan
 from vitrail.attention.records import Lengths
 from vitrail.attention.shape import Phase
 from vitrail.config.model import KvScales
+from vitrail.ops.launch import launch
 
 MENDED_ROWS = 32  # of a program that looks for rows that are not finite
 Kernel = Callable[..., None]
@@ -200,8 +202,15 @@ def _arguments(launch: Launch, interface: Any) -> dict[str, Any]:
 
 @cache
 def kernels_of(launch: Launch) -> Kernels:
-    """Compiled once a process, when first run."""
-    return compile_launch(launch)
+    """For the GPU at hand, once a process, from disk where it was compiled before."""
+    parts = parts_of(launch)
+    made = kept(f"fa4 {launch}", parts, lambda: compile_launch(launch)[: len(parts)])
+    return Kernels(made[0], made[1] if len(made) > 1 else None)
+
+
+def parts_of(launch: Launch) -> tuple[str, ...]:
+    """Which of `Kernels` it has."""
+    return ("forward",) if launch.splits == 1 else ("forward", "combine")
 
 
 class Fa4:
@@ -379,9 +388,17 @@ def mend_launch(plan: AttentionPlan) -> triton.Launch:
 
 def _mend(plan: AttentionPlan, k_SKD: Tensor, v_SKE: Tensor) -> None:
     """In place. The last tile of a sequence holds the first rows of the next one as well."""
-    launch, strides = mend_launch(plan), (*k_SKD.stride()[:2], *v_SKE.stride()[:2])
-    launch.kernel[(-(-k_SKD.shape[0] * k_SKD.shape[1] // MENDED_ROWS),)](
-        k_SKD, v_SKE, len(k_SKD), *strides, **launch.constants, **launch.options
+    made, strides = mend_launch(plan), (*k_SKD.stride()[:2], *v_SKE.stride()[:2])
+    launch(
+        made.kernel,
+        (-(-k_SKD.shape[0] * k_SKD.shape[1] // MENDED_ROWS),),
+        k_SKD.device,
+        k_SKD,
+        v_SKE,
+        len(k_SKD),
+        *strides,
+        **made.constants,
+        **made.options,
     )
 
 

@@ -33,6 +33,7 @@ from vitrail.attention.records import (
 from vitrail.attention.shape import PAGED, Phase
 from vitrail.attention.tiles import DTYPE_BYTES
 from vitrail.config.model import KvScales
+from vitrail.ops.launch import launch
 
 LOG2_E = math.log2(math.e)
 # What a joining program holds at once, over all splits and channels.
@@ -87,6 +88,9 @@ def launches(plan: AttentionPlan, wide: bool = True) -> tuple[Launch, ...]:
     (d1, d2), (e1, e2) = plan.dim_blocks, plan.dim_v_blocks
     paged = shape.phase in PAGED
     single = site.causal and shape.max_q_len == 1  # then an item's bounds are its row's
+    # Batch-invariant: one loop, so that where a block of rows ends chooses no code for a row.
+    peeled = plan.max_splits == 1 and shape.phase is not Phase.DECODE and not single
+    peeled = peeled and not shape.batch_invariant
     shared = bool(site.latent_rank) and (e1, e2) == (d1, 0) and site.head_dim_v == d1
     stored = shape.kv_dtype or shape.dtype
     results = {"out": f"*{TYPES[shape.dtype]}"}
@@ -118,7 +122,7 @@ def launches(plan: AttentionPlan, wide: bool = True) -> tuple[Launch, ...]:
             "SINK": site.sink,
             "UNIT": WIDE_BYTES // DTYPE_BYTES[shape.dtype] if wide else 1,
             "KV_UNIT": WIDE_BYTES // DTYPE_BYTES[stored] if wide else 1,
-            "PEELED": plan.max_splits == 1 and shape.phase is not Phase.DECODE and not single,
+            "PEELED": peeled,
         },
         num_warps=plan.num_warps,
         # The compiler counts the tile in use, and under pages pipelines the lookups as well.
@@ -276,7 +280,10 @@ def _attend(
     part = torch.empty((cells, site.head_dim_v), dtype=torch.float32, device=device)
     part_lse = torch.empty(cells, dtype=torch.float32, device=device)
     table = meta.block_table if isinstance(meta, PagedMetadata) else work.items
-    body.kernel[(len(work.items) * kv_heads,)](
+    launch(
+        body.kernel,
+        (len(work.items) * kv_heads,),
+        device,
         q_THD,
         k,
         v,
@@ -311,12 +318,15 @@ def join(
     """Write the rows of split sequences from their partial results, where there are any."""
     if plan.max_splits == 1 or not len(work.combines):
         return
-    launch, site = join_launch(plan), plan.shape.site
+    made, site = join_launch(plan), plan.shape.site
     group = site.num_q_heads // site.num_kv_heads
     live_rows = min(plan.tile_m, meta.max_q_len * group)
-    blocks = -(-site.head_dim_v // launch.constants["E_BLOCK"])
+    blocks = -(-site.head_dim_v // made.constants["E_BLOCK"])
     num_rows = len(work.combines) * site.num_kv_heads * live_rows
-    launch.kernel[(min(num_rows, JOIN_PROGRAMS), blocks)](
+    launch(
+        made.kernel,
+        (min(num_rows, JOIN_PROGRAMS), blocks),
+        out_THE.device,
         out_THE,
         lse_TH,
         part,
@@ -324,8 +334,8 @@ def join(
         work.combines,
         live_rows,
         num_rows,
-        **launch.constants,
-        **launch.options,
+        **made.constants,
+        **made.options,
     )
 
 

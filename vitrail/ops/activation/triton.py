@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from vitrail.ops.launch import launch
+from vitrail.ops.launch import launch_early
 
 CHANNELS = 1024  # a program's
 WARPS = 4
@@ -22,7 +22,7 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     out_TI = torch.empty((tokens, inner), dtype=gate_up.dtype, device=gate_up.device)
     if not tokens:
         return out_TI
-    launch(
+    launch_early(
         silu_mul_kernel,
         (tokens, triton.cdiv(inner, CHANNELS)),
         gate_up.device,

@@ -5,7 +5,7 @@ Legend: T tokens, K input channels, O output channels."""
 import torch
 from torch import Tensor
 
-from vitrail.ops.launch import launch, may_start_early
+from vitrail.ops.launch import launch_early, may_start_early
 from vitrail.ops.linear.table import Way, way
 from vitrail.ops.linear.triton import rows_kernel
 from vitrail.ops.norm.triton import add_rms_norm, rms_norm
@@ -47,7 +47,7 @@ def product(chosen: Way, x_TK: Tensor, weight_OK: Tensor, dtype: torch.dtype) ->
     """x weight^T in `dtype`, the way that was chosen."""
     tokens, (outputs, channels) = len(x_TK), _check(x_TK, weight_OK)
     out_TO = torch.empty((tokens, outputs), dtype=dtype, device=x_TK.device)
-    launch(
+    launch_early(
         rows_kernel,
         (-(-outputs // chosen.outputs),),
         x_TK.device,
@@ -57,10 +57,11 @@ def product(chosen: Way, x_TK: Tensor, weight_OK: Tensor, dtype: torch.dtype) ->
         weight_OK,
         out_TO,
         out_TO,
+        tokens,
         x_TK.stride(0),
         0,
         0.0,
-        TOKENS=tokens,
+        TOKENS=1 << (tokens - 1).bit_length(),
         OUTPUTS=outputs,
         K=channels,
         K_BLOCK=chosen.channels,
@@ -88,7 +89,7 @@ def norm_product(
     assert add.shape == x_TK.shape, f"{tuple(add.shape)} to {tuple(x_TK.shape)}"
     assert add.stride(1) == 1, add.stride()
     total_TK = x_TK if residual_TK is None else x_TK.new_empty((tokens, channels))
-    launch(
+    launch_early(
         rows_kernel,
         (-(-outputs // chosen.outputs),),
         x_TK.device,
@@ -98,10 +99,11 @@ def norm_product(
         weight_OK,
         out_TO,
         total_TK,
+        tokens,
         x_TK.stride(0),
         add.stride(0),
         eps,
-        TOKENS=tokens,
+        TOKENS=1 << (tokens - 1).bit_length(),
         OUTPUTS=outputs,
         K=channels,
         K_BLOCK=chosen.channels,

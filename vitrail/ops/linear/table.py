@@ -35,3 +35,23 @@ def way(tokens: int, outputs: int, channels: int, normed: bool) -> Way | None:
     # As many rows as fit where a norm is shared among them, else half.
     rows = max(1, min(8, rows) if normed else min(8, rows) // 2)
     return Way(rows, held, warps)
+
+
+class FixedWay(NamedTuple):
+    """A program's tile of `tokens` by `outputs`, `channels` at once."""
+
+    tokens: int
+    outputs: int
+    channels: int
+    warps: int
+    stages: int
+
+
+WIDE_OUTPUTS = 8192  # from so many on, tiles twice as wide are still enough for all SMs
+
+
+def fixed_way(outputs: int) -> FixedWay:
+    """For any number of tokens."""
+    if outputs >= WIDE_OUTPUTS:
+        return FixedWay(128, 128, 64, 8, 3)
+    return FixedWay(128, 64, 64, 4, 4)

@@ -1,13 +1,14 @@
 """The steps around latent attention in Triton: one launch each. Legend: see `naive`."""
 
+from functools import cache
 from typing import NamedTuple
 
 import torch
 import triton
 from torch import Tensor
 
-from vitrail.ops.launch import launch
-from vitrail.ops.mla.naive import LatentNorm, LatentSlots, MlaSizes
+from vitrail.ops.launch import launch_early
+from vitrail.ops.mla.naive import MAX_RANK, LatentNorm, LatentSlots, MlaSizes
 from vitrail.ops.mla.triton import absorbed_kernel, expanded_kernel, keys_kernel, values_kernel
 from vitrail.ops.rope.naive import Turns
 
@@ -15,8 +16,7 @@ MAX_UNROLLED = 4  # tokens that take turns over weights in registers; more are r
 MATRIX_ROWS = 16  # the fewest
 R_BLOCK = 64
 E_BLOCK = 16
-MAX_RANK = 512  # of rows that a program of `values` holds whole
-MAX_VALUE_TOKENS = 128  # beyond, the batched product of the library
+MAX_VALUE_TOKENS = 512  # beyond, the batched product of the library
 
 
 class Tile(NamedTuple):
@@ -26,11 +26,14 @@ class Tile(NamedTuple):
     dot: bool
 
 
-def tile(tokens: int, most: int = 64) -> Tile:
-    """Of a batch."""
-    if tokens <= MAX_UNROLLED:
-        return Tile(tokens, False)
-    return Tile(min(max(triton.next_power_of_2(tokens), MATRIX_ROWS), most), True)
+def tile(tokens: int, most: int = 64, fixed: bool = False) -> Tile:
+    """Of a batch: few kinds, so that few kernels are compiled; `fixed`: one."""
+    if fixed:
+        return Tile(most, True)
+    held = triton.next_power_of_2(tokens)
+    if held <= MAX_UNROLLED:
+        return Tile(held, False)
+    return Tile(min(max(held, MATRIX_ROWS), most), True)
 
 
 def expanded_queries(
@@ -42,7 +45,7 @@ def expanded_queries(
     q_THD = row_TX[:, : sizes.heads * sizes.head].view(tokens, sizes.heads, sizes.head)
     if not tokens:
         return q_THD
-    launch(
+    launch_early(
         expanded_kernel,
         (tokens,),
         row_TX.device,
@@ -54,11 +57,8 @@ def expanded_queries(
         into.cache_NPC,
         row_TX.stride(0),
         *_cache_arguments(into, norm),
-        H=sizes.heads,
-        N=sizes.nope,
         H_BLOCK=triton.next_power_of_2(sizes.heads),
-        **_row_constants(turns, sizes, into),
-        num_warps=4,
+        **_row_constants(sizes, turns.interleaved, into.cache_NPC.dtype),
     )
     return q_THD
 
@@ -70,6 +70,7 @@ def absorbed_queries(
     turns: Turns,
     sizes: MlaSizes,
     into: LatentSlots,
+    fixed: bool = False,
 ) -> Tensor:
     """`naive.absorbed_queries`. `k_b_HNR`: heads of any stride."""
     tokens = _check_rows(row_TX, turns, sizes, into)
@@ -78,9 +79,9 @@ def absorbed_queries(
     q_THC = row_TX.new_empty((tokens, sizes.heads, sizes.row))
     if not tokens:
         return q_THC
-    shape = tile(tokens)
+    shape = tile(tokens, fixed=fixed)
     products = -(-tokens // shape.tokens) * sizes.heads * -(-sizes.rank // R_BLOCK)
-    launch(
+    launch_early(
         absorbed_kernel,
         (products + tokens,),
         row_TX.device,
@@ -96,20 +97,16 @@ def absorbed_queries(
         row_TX.stride(0),
         k_b_HNR.stride(0),
         *_cache_arguments(into, norm),
-        H=sizes.heads,
-        N=sizes.nope,
         TILE_T=shape.tokens,
-        T_BLOCK=triton.next_power_of_2(shape.tokens),
         N_BLOCK=max(triton.next_power_of_2(sizes.nope), MATRIX_ROWS),
         R_BLOCK=R_BLOCK,
         DOT=shape.dot,
-        **_row_constants(turns, sizes, into),
-        num_warps=4,
+        **_row_constants(sizes, turns.interleaved, into.cache_NPC.dtype),
     )
     return q_THC
 
 
-def values(out_THR: Tensor, v_b_HER: Tensor) -> Tensor:
+def values(out_THR: Tensor, v_b_HER: Tensor, fixed: bool = False) -> Tensor:
     """`naive.values`. `v_b_HER`: heads of any stride."""
     tokens, heads, rank = out_THR.shape
     width = v_b_HER.shape[1]
@@ -117,15 +114,16 @@ def values(out_THR: Tensor, v_b_HER: Tensor) -> Tensor:
     assert v_b_HER.stride()[1:] == (rank, 1), v_b_HER.stride()
     assert out_THR.stride(-1) == 1, out_THR.stride()
     out = out_THR.new_empty((tokens, heads * width))
-    if tokens > MAX_VALUE_TOKENS or rank > MAX_RANK:
+    if (tokens > MAX_VALUE_TOKENS and not fixed) or rank > MAX_RANK:
+        assert not fixed, f"a latent of {rank} channels: refused at start-up"
         by_head = out.view(tokens, heads, width).transpose(0, 1)
         torch.bmm(out_THR.transpose(0, 1), v_b_HER.transpose(1, 2), out=by_head)
         return out
     if not tokens:
         return out
-    shape = tile(tokens, most=32)
+    shape = tile(tokens, most=32, fixed=fixed)
     blocks = -(-width // E_BLOCK)
-    launch(
+    launch_early(
         values_kernel,
         (-(-tokens // shape.tokens) * heads * blocks,),
         out_THR.device,
@@ -147,7 +145,9 @@ def values(out_THR: Tensor, v_b_HER: Tensor) -> Tensor:
     return out
 
 
-def expanded_keys(row_TC: Tensor, kv_b: Tensor, sizes: MlaSizes) -> tuple[Tensor, Tensor]:
+def expanded_keys(
+    row_TC: Tensor, kv_b: Tensor, sizes: MlaSizes, mend: bool
+) -> tuple[Tensor, Tensor]:
     """`naive.expanded_keys`; the values are a view of the product."""
     tokens = len(row_TC)
     assert row_TC.stride(1) == 1, row_TC.stride()
@@ -155,7 +155,7 @@ def expanded_keys(row_TC: Tensor, kv_b: Tensor, sizes: MlaSizes) -> tuple[Tensor
     kv_THX = kv_TX.view(tokens, sizes.heads, sizes.nope + sizes.value)
     k_THD = row_TC.new_empty((tokens, sizes.heads, sizes.head))
     if tokens:
-        launch(
+        launch_early(
             keys_kernel,
             (tokens,),
             kv_TX.device,
@@ -163,15 +163,8 @@ def expanded_keys(row_TC: Tensor, kv_b: Tensor, sizes: MlaSizes) -> tuple[Tensor
             row_TC,
             k_THD,
             row_TC.stride(0),
-            H=sizes.heads,
-            N=sizes.nope,
-            P=sizes.rope,
-            KV_HEAD=sizes.nope + sizes.value,
-            R=sizes.rank,
-            H_BLOCK=triton.next_power_of_2(sizes.heads),
-            N_BLOCK=triton.next_power_of_2(sizes.nope),
-            P_BLOCK=triton.next_power_of_2(sizes.rope),
-            num_warps=4,
+            MEND=mend,
+            **_key_constants(sizes),
         )
     return k_THD, kv_THX[..., sizes.nope :]
 
@@ -195,12 +188,34 @@ def _cache_arguments(into: LatentSlots, norm: LatentNorm) -> tuple[int | float, 
     return (*cache_NPC.stride()[:2], cache_NPC.shape[1], norm.eps, 1 / into.scale)
 
 
-def _row_constants(turns: Turns, sizes: MlaSizes, into: LatentSlots) -> dict[str, int | bool]:
+@cache
+def _row_constants(sizes: MlaSizes, interleaved: bool, stored: torch.dtype) -> dict[str, int]:
+    """Of kernels that make cache rows; the same for every layer of a model."""
     return {
+        "H": sizes.heads,
+        "N": sizes.nope,
         "F": sizes.rope // 2,
         "R": sizes.rank,
         "F_BLOCK": triton.next_power_of_2(sizes.rope // 2),
         "R_ALL": triton.next_power_of_2(sizes.rank),
-        "INTERLEAVED": turns.interleaved,
-        "E4M3": into.cache_NPC.dtype == torch.float8_e4m3fn,
+        "INTERLEAVED": interleaved,
+        "E4M3": stored == torch.float8_e4m3fn,
+        "num_warps": 4,
+    }
+
+
+@cache
+def _key_constants(sizes: MlaSizes) -> dict[str, int]:
+    """Of `keys_kernel`."""
+    return {
+        "H": sizes.heads,
+        "N": sizes.nope,
+        "P": sizes.rope,
+        "KV_HEAD": sizes.nope + sizes.value,
+        "R": sizes.rank,
+        "H_BLOCK": triton.next_power_of_2(sizes.heads),
+        "N_BLOCK": triton.next_power_of_2(sizes.nope),
+        "P_BLOCK": triton.next_power_of_2(sizes.rope),
+        "E_BLOCK": triton.next_power_of_2(sizes.value),
+        "num_warps": 4,
     }

@@ -16,6 +16,8 @@ from torch import Tensor
 from vitrail.ops.norm.naive import rms_norm
 from vitrail.ops.rope.naive import Turns, rotate
 
+MAX_RANK = 512  # of latents that one of our programs holds whole
+
 
 class MlaSizes(NamedTuple):
     """Channels: `nope` N, `rope` P, `rank` R, `value` E."""
@@ -98,13 +100,19 @@ def values(
 
 
 def expanded_keys(
-    row_TC: Float[Tensor, "T C"], kv_b: Float[Tensor, "HNE R"], sizes: MlaSizes
+    row_TC: Float[Tensor, "T C"], kv_b: Float[Tensor, "HNE R"], sizes: MlaSizes, mend: bool
 ) -> tuple[Float[Tensor, "T H D"], Float[Tensor, "T H E"]]:
-    """Keys and values of all heads from cache rows. Rows of `kv_b`: per head N, then E."""
+    """Keys and values of all heads from cache rows. Rows of `kv_b`: per head N, then E. `mend`:
+    a row of values that is not finite becomes zeros, and its keys NaN, so that only who sees it is
+    spoilt (`VarlenMetadata.mended`)."""
     kv_TX = F.linear(row_TC[:, : sizes.rank], kv_b)
     kv_THX = kv_TX.unflatten(-1, (sizes.heads, sizes.nope + sizes.value))
     k_pe_THP = row_TC[:, None, sizes.rank :].expand(-1, sizes.heads, -1)
-    return torch.cat((kv_THX[..., : sizes.nope], k_pe_THP), dim=-1), kv_THX[..., sizes.nope :]
+    k_THD, v_THE = torch.cat((kv_THX[..., : sizes.nope], k_pe_THP), -1), kv_THX[..., sizes.nope :]
+    if mend:
+        faulty_TH1 = ~v_THE.isfinite().all(-1, keepdim=True)
+        return k_THD.masked_fill(faulty_TH1, torch.nan), v_THE.masked_fill(faulty_TH1, 0)
+    return k_THD, v_THE
 
 
 def _queries(row_TX: Float[Tensor, "T X"], sizes: MlaSizes) -> Float[Tensor, "T H D"]:

@@ -3,8 +3,8 @@
 What lies in a projected row is in `naive`. All addresses of rows are in int64; channels past a size
 are neither read nor written; a token past `tokens` neither."""
 
-# static_range is traced, never iterated
-# pyright: reportGeneralTypeIssues=false
+# static_range is traced, never iterated; a constant given to a jitted function is a constexpr in it
+# pyright: reportGeneralTypeIssues=false, reportArgumentType=false
 
 import triton
 import triton.language as tl
@@ -48,7 +48,10 @@ def _write_row(
     turn(latent + R + one, at + R + one, one == 0, c, s, unscale, F, 1, F_BLOCK, INTERLEAVED, E4M3)
 
 
-@triton.jit(do_not_specialize=["eps", "unscale", "page_size"])
+@triton.jit(
+    do_not_specialize=["eps", "unscale", "page_size"],
+    do_not_specialize_on_alignment=["slots"],
+)
 def expanded_kernel(
     row,
     norm,
@@ -93,7 +96,10 @@ def expanded_kernel(
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["eps", "unscale", "page_size", "tokens"])
+@triton.jit(
+    do_not_specialize=["eps", "unscale", "page_size", "tokens"],
+    do_not_specialize_on_alignment=["slots"],
+)
 def absorbed_kernel(
     row,
     k_b,
@@ -116,7 +122,6 @@ def absorbed_kernel(
     F: tl.constexpr,
     R: tl.constexpr,
     TILE_T: tl.constexpr,
-    T_BLOCK: tl.constexpr,
     N_BLOCK: tl.constexpr,
     R_BLOCK: tl.constexpr,
     F_BLOCK: tl.constexpr,
@@ -128,7 +133,7 @@ def absorbed_kernel(
 ):
     """Programs from 0 on: (tile of tokens, head, block of R) of the product; the head's first block
     turns its rotary channels too. Then a program a token for its cache row. Without DOT there is
-    one tile of all tokens. T_BLOCK: TILE_T, or more."""
+    one tile of all tokens."""
     blocks: tl.constexpr = (R + R_BLOCK - 1) // R_BLOCK
     D: tl.constexpr = N + 2 * F
     program = tl.program_id(0)
@@ -167,14 +172,16 @@ def absorbed_kernel(
             wide = weight.to(tl.float32)
             for i in tl.static_range(TILE_T):
                 token = first + i
-                q = tl.load(row + token * row_stride + head * D + n, mask=n < N, other=0.0)
+                lives = token < tokens
+                at = row + token * row_stride + head * D + n
+                q = tl.load(at, mask=n < tl.where(lives, N, 0), other=0.0)
                 product = tl.sum(q.to(tl.float32)[:, None] * wide, 0).to(dtype)
                 to = out + (token * H + head) * (R + 2 * F) + r
-                tl.store(to, product, mask=r < R)
+                tl.store(to, product, mask=r < tl.where(lives, R, 0))
         if block == 0:
             _turn_head(
                 row + head * D, cos, sin, out + head * (R + 2 * F), first, tokens, row_stride, H,
-                N, F, R, T_BLOCK, F_BLOCK, INTERLEAVED,
+                N, F, R, TILE_T, F_BLOCK, INTERLEAVED,
             )  # fmt: skip
 
 
@@ -191,20 +198,20 @@ def _turn_head(
     N: tl.constexpr,
     F: tl.constexpr,
     R: tl.constexpr,
-    T_BLOCK: tl.constexpr,
+    TILE_T: tl.constexpr,
     F_BLOCK: tl.constexpr,
     INTERLEAVED: tl.constexpr,
 ):
     """Rotary channels of a head's queries from token `first` on, behind their R absorbed ones."""
     f = tl.arange(0, F_BLOCK)[None, :]
-    t = first + tl.arange(0, T_BLOCK)
+    t = first + tl.arange(0, TILE_T)
     live = t < tokens
     there = live[:, None] & (f < F)
     c = tl.load(cos + t[:, None] * F + f, mask=there, other=0.0)
     s = tl.load(sin + t[:, None] * F + f, mask=there, other=0.0)
     to = out + t * (H * (R + 2 * F)) + R
     at = row + t * row_stride + N
-    turn(at, to, live, c, s, 1.0, F, T_BLOCK, F_BLOCK, INTERLEAVED, False)
+    turn(at, to, live, c, s, 1.0, F, TILE_T, F_BLOCK, INTERLEAVED, False)
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -251,9 +258,12 @@ def values_kernel(
         wide = weight.to(tl.float32)
         for i in tl.static_range(TILE_T):
             token = first + i
-            part = tl.load(x + token * x_token + head * x_head + r, mask=r < R, other=0.0)
+            lives = token < tokens
+            at = x + token * x_token + head * x_head + r
+            part = tl.load(at, mask=r < tl.where(lives, R, 0), other=0.0)
             product = tl.sum(wide * part.to(tl.float32)[None, :], 1).to(dtype)
-            tl.store(out + token * (H * E) + head * E + e, product, mask=e < E)
+            to = out + token * (H * E) + head * E + e
+            tl.store(to, product, mask=e < tl.where(lives, E, 0))
 
 
 @triton.jit
@@ -270,10 +280,13 @@ def keys_kernel(
     H_BLOCK: tl.constexpr,
     N_BLOCK: tl.constexpr,
     P_BLOCK: tl.constexpr,
+    E_BLOCK: tl.constexpr,
+    MEND: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     """Program i: token i's keys [H, N + P]; `kv` [T, H, KV_HEAD], of which each head's first N are
-    its key's; `row` [T, R + P]."""
+    its key's, the others its value; `row` [T, R + P]. MEND: a value with anything that is not
+    finite becomes zeros, and its key NaN."""
     if EARLY:
         gdc_launch_dependents()
         gdc_wait()
@@ -282,9 +295,20 @@ def keys_kernel(
     n = tl.arange(0, N_BLOCK)[None, :]
     p = tl.arange(0, P_BLOCK)
     there = (h < H) & (n < N)
-    nope = tl.load(kv + token * (H * KV_HEAD) + h * KV_HEAD + n, mask=there, other=0.0)
+    at = kv + token * (H * KV_HEAD) + h * KV_HEAD
+    nope = tl.load(at + n, mask=there, other=0.0)
     rope = tl.load(row + token * row_stride + R + p, mask=p < P, other=0.0)
     to = out + token * (H * (N + P)) + h * (N + P)
-    tl.store(to + n, nope, mask=there)
     spread = rope[None, :] + tl.zeros([H_BLOCK, P_BLOCK], rope.dtype)
+    if MEND:
+        e = tl.arange(0, E_BLOCK)[None, :]
+        value = (h < H) & (e < KV_HEAD - N)
+        x = tl.load(at + N + e, mask=value, other=0.0).to(tl.float32)
+        # False of NaN as well
+        whole = tl.min((tl.abs(x) < float("inf")).to(tl.int32), 1, keep_dims=True)
+        zeros = tl.zeros([H_BLOCK, E_BLOCK], kv.dtype.element_ty)
+        tl.store(at + N + e, zeros, mask=value & (whole == 0))
+        nope = tl.where(whole == 0, float("nan"), nope)
+        spread = tl.where(whole == 0, float("nan"), spread)
+    tl.store(to + n, nope, mask=there)
     tl.store(to + N + p[None, :], spread, mask=(h < H) & (p < P)[None, :])

@@ -13,33 +13,36 @@ from triton import KernelInterface
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from vitrail.config.hardware import Hardware
+from vitrail.ops.launch import launch
 from vitrail.ops.moe import triton as kernels
 from vitrail.ops.moe.naive import Routing
 from vitrail.ops.moe.plan import (
+    SORT_ALONE,
     SORT_CHUNK,
-    SORT_PIECE,
     Choice,
     ExpertsShape,
     direct,
     experts_plan,
+    fixed_plan,
     max_blocks,
     power_of_2,
     router_tiles,
-    sort_share,
 )
-from vitrail.ops.moe.tile import ExpertsPlan, Tile
+from vitrail.ops.moe.tile import ExpertsPlan, Joined, Tile
 
-ROUTER_BK = 64
-WIDE = 1024  # channels that a program of `join` adds, where there are many tokens
+ROUTER_BK = 64  # channels of a span that are multiplied at once
+WIDE = 1024  # channels that a program of `moe_join` adds
 
 
 class Placed(NamedTuple):
-    """`rows` [blocks * bt]: slots, S where there is none. `owners` [blocks + 1]: who owns each
-    block, -1 for nobody; the last entry is the number of blocks that are owned. Where slots are
-    placed `direct`ly neither is read."""
+    """`rows` [X * T]: slots by expert, in any order; `counts` [X...]: how many there are. `records`
+    [blocks + 1, 4]: expert (-1: nobody), first row and number of rows of each block; the last one
+    begins with the number of blocks that are owned. With `direct`, only the bound of `blocks`
+    means anything."""
 
     rows: Int[Tensor, "R"]
-    owners: Int[Tensor, "B"]
+    counts: Int[Tensor, "C"]
+    records: Int[Tensor, "B 4"]
     blocks: int
     direct: int
 
@@ -52,15 +55,17 @@ def triton_mixture(
     choice: Choice,
     gate_up_XFM: Float[Tensor, "X F M"],
     down_XMI: Float[Tensor, "X M I"],
+    fixed: bool = False,
 ) -> Float[Tensor, "T M"]:
-    """`naive_route`, then `naive_experts`. All tensors are contiguous."""
+    """`naive_route`, then `naive_experts`. All tensors are contiguous. `fixed`: in the tiles of any
+    number of tokens."""
     if not len(x_TM):
         return torch.empty_like(x_TM)
     experts, hidden, inner = down_XMI.shape
     shape = ExpertsShape(hidden, inner, experts, choice.top_k + choice.num_shared)
-    plan = experts_plan(len(x_TM), shape, gpu)
-    routing = triton_route(x_TM, router_VM, bias_V, choice, plan.early)
-    return triton_experts(x_TM, routing, gate_up_XFM, down_XMI, plan)
+    plan = fixed_plan(shape, gpu) if fixed else experts_plan(len(x_TM), shape, gpu)
+    routing, placed = triton_route(x_TM, router_VM, bias_V, choice, plan)
+    return triton_experts(x_TM, routing, gate_up_XFM, down_XMI, plan, placed)
 
 
 def triton_route(
@@ -68,18 +73,60 @@ def triton_route(
     router_VM: Float[Tensor, "V M"],
     bias_V: Float[Tensor, "V"],
     choice: Choice,
-    early: bool,
-) -> Routing:
-    """As `naive_route`. `x` is bf16, the router fp32."""
+    plan: ExpertsPlan,
+) -> tuple[Routing, Placed]:
+    """As `naive_route`, placed. `x` is bf16, the router fp32."""
     assert x_TM.dtype == torch.bfloat16, x_TM.dtype
     assert router_VM.dtype == bias_V.dtype == torch.float32, (router_VM.dtype, bias_V.dtype)
-    (tokens, hidden), num_experts = x_TM.shape, len(router_VM)
-    made, device = router_tiles(tokens, hidden), x_TM.device
-    part = torch.empty((made.parts, tokens, num_experts), dtype=torch.float32, device=device)
+    tokens, top_k, num_experts = len(x_TM), choice.top_k + choice.num_shared, len(router_VM)
+    ids_TK = torch.empty((tokens, top_k), dtype=torch.int32, device=x_TM.device)
+    weights_TK = torch.empty((tokens, top_k), dtype=torch.float32, device=x_TM.device)
+    placed = _room(ids_TK, num_experts + choice.num_shared, plan)
+    part = _scores(x_TM, router_VM, placed, choice, plan)
     _run(
-        kernels.score,
+        kernels.moe_choose,
+        (tokens,),
+        ids_TK,
+        weights_TK,
+        placed.rows,
+        placed.counts,
+        part,
+        bias_V,
+        tokens,
+        num_experts,
+        tokens,
+        choice.scaling,
+        SPANS=len(part),
+        ROUTED=choice.top_k,
+        SHARED=choice.num_shared,
+        NORMALIZE=choice.normalize,
+        XP=max(32, power_of_2(num_experts)),
+        KP=power_of_2(top_k),
+        PLACE=not placed.direct,
+        num_warps=1,
+        **_early(plan.early),
+    )
+    if not placed.direct:
+        _lay(placed, num_experts + choice.num_shared, tokens, plan)
+    return Routing(ids_TK, weights_TK), placed
+
+
+def _scores(
+    x_TM: Float[Tensor, "T M"],
+    router_VM: Float[Tensor, "V M"],
+    placed: Placed,
+    choice: Choice,
+    plan: ExpertsPlan,
+) -> Float[Tensor, "P T V"]:
+    """Parts of the logits, to be added in their order; sets the counts to 0."""
+    (tokens, hidden), num_experts = x_TM.shape, len(router_VM)
+    made = router_tiles(tokens, hidden, plan.fixed)
+    part = torch.empty((made.parts, tokens, num_experts), dtype=torch.float32, device=x_TM.device)
+    _run(
+        kernels.moe_score,
         (-(-tokens // made.bt), made.parts),
         part,
+        placed.counts,
         x_TM,
         router_VM,
         tokens,
@@ -91,33 +138,28 @@ def triton_route(
         SPAN=made.span,
         WIDTH=made.width,
         MULTIPLY=tl.bfloat16 if x_TM.is_cuda else tl.float32,
+        COUNTS=power_of_2(num_experts + choice.num_shared),
         num_warps=4,
         num_stages=3,
-        **_early(early),
+        **_early(plan.early),
     )
-    top_k = choice.top_k + choice.num_shared
-    ids_TK = torch.empty((tokens, top_k), dtype=torch.int32, device=device)
-    weights_TK = torch.empty((tokens, top_k), dtype=torch.float32, device=device)
+    return part
+
+
+def _lay(placed: Placed, num_experts: int, tokens: int, plan: ExpertsPlan) -> None:
     _run(
-        kernels.choose,
-        (tokens,),
-        ids_TK,
-        weights_TK,
-        part,
-        bias_V,
-        tokens,
+        kernels.moe_lay,
+        (1,),
+        placed.records,
+        placed.counts,
         num_experts,
-        choice.scaling,
-        SPANS=made.parts,
-        ROUTED=choice.top_k,
-        SHARED=choice.num_shared,
-        NORMALIZE=choice.normalize,
-        XP=max(32, power_of_2(num_experts)),
-        KP=power_of_2(top_k),
-        num_warps=1,
-        **_early(early),
+        placed.blocks,
+        tokens,
+        BT=plan.bt,
+        XP=power_of_2(num_experts),
+        num_warps=8,
+        **_early(plan.early),
     )
-    return Routing(ids_TK, weights_TK)
 
 
 def triton_experts(
@@ -126,50 +168,63 @@ def triton_experts(
     gate_up_XFM: Float[Tensor, "X F M"],
     down_XMI: Float[Tensor, "X M I"],
     plan: ExpertsPlan,
+    placed: Placed | None = None,
 ) -> Float[Tensor, "T M"]:
-    """As `naive_experts`; choices outside [0, X) add nothing. All tensors are contiguous."""
+    """As `naive_experts`; a token chooses an expert at most once, and choices outside [0, X) add
+    nothing. All tensors are contiguous. `placed`: where the router has done so, for `plan.bt`."""
     if not len(x_TM):
         return torch.empty_like(x_TM)
     ids_TK, experts = routing.expert_ids, len(down_XMI)
-    placed = place(ids_TK, experts, plan)
+    placed = placed or place(ids_TK, experts, plan)
     act_RI = run_up(x_TM, gate_up_XFM, ids_TK, placed, plan)
-    part_SM = run_down(act_RI, down_XMI, ids_TK, placed, plan)
+    if isinstance(plan.down, Joined):
+        return run_down_join(act_RI, down_XMI, routing, plan.down, plan)
+    part_SM = run_down(act_RI, down_XMI, ids_TK, placed, plan.down, plan)
     return join(part_SM, routing, experts, plan)
 
 
 def place(expert_ids: Int[Tensor, "T K"], num_experts: int, plan: ExpertsPlan) -> Placed:
     """The batch's slots in blocks of one expert each."""
-    (tokens, _), slots, device = expert_ids.shape, expert_ids.numel(), expert_ids.device
-    how = direct(tokens, slots, num_experts, plan)
-    if how:
-        return Placed(expert_ids, expert_ids, min(slots, num_experts), how)
-    blocks = max_blocks(slots, num_experts, plan.bt)
-    rows = torch.empty(blocks * plan.bt, dtype=torch.int32, device=device)
-    owners = torch.empty(blocks + 1, dtype=torch.int32, device=device)
-    share, counted = sort_share(slots)
-    shares, experts = -(-slots // share), power_of_2(num_experts + 1)
-    counts = torch.empty((shares, experts), dtype=torch.int32, device=device)
-    fixed = {"SHARE": share, "XP": experts, "num_warps": 4, **_early(plan.early)}
-    if counted:
-        _run(kernels.count, (shares,), counts, expert_ids, slots, num_experts, **fixed)
+    slots, placed = expert_ids.numel(), _room(expert_ids, num_experts, plan)
+    if placed.direct:
+        return placed
+    alone = slots <= SORT_ALONE
+    if not alone:
+        placed.counts.zero_()
+    share = -(-slots // SORT_CHUNK) * SORT_CHUNK if alone else SORT_CHUNK
     _run(
-        kernels.place,
-        (shares,),
-        rows,
-        owners,
-        counts,
+        kernels.moe_scatter,
+        (-(-slots // share),),
+        placed.rows,
+        placed.records,
+        placed.counts,
         expert_ids,
         slots,
         num_experts,
-        blocks,
-        shares,
-        PIECE=SORT_PIECE,
+        placed.blocks,
+        len(expert_ids),
+        SHARE=share,
         CHUNK=SORT_CHUNK,
+        ALONE=alone,
         BT=plan.bt,
-        COUNTED=counted,
-        **fixed,
+        XP=power_of_2(num_experts),
+        num_warps=8,
+        **_early(plan.early),
     )
-    return Placed(rows, owners, blocks, 0)
+    if not alone:
+        _lay(placed, num_experts, len(expert_ids), plan)
+    return placed
+
+
+def _room(expert_ids: Int[Tensor, "T K"], num_experts: int, plan: ExpertsPlan) -> Placed:
+    """Not written yet."""
+    tokens, slots = len(expert_ids), expert_ids.numel()
+    how = direct(tokens, slots, num_experts, plan)
+    blocks = min(slots, num_experts) if how else max_blocks(slots, num_experts, plan.bt)
+    sizes = power_of_2(num_experts), (blocks + 1) * 4, 0 if how else num_experts * tokens
+    pool = torch.empty(sum(sizes), dtype=torch.int32, device=expert_ids.device)
+    counts, records, rows = pool.split(sizes)
+    return Placed(rows, counts, records.view(-1, 4), blocks, how)
 
 
 def run_up(
@@ -181,44 +236,20 @@ def run_up(
 ) -> Float[Tensor, "R I"]:
     """silu(gate x) * up x for the rows of every block that has an owner."""
     hidden, inner, up = x_TM.shape[1], gate_up_XFM.shape[1] // 2, plan.up
-    rows = placed.blocks * plan.bt
-    x = _gathered(x_TM, ids_TK, placed, plan) if up.sorted else x_TM
-    act_RI = x_TM.new_empty((rows, inner))
+    act_RI = x_TM.new_empty((placed.blocks * plan.bt, inner))
     _run(
-        kernels.up,
-        _grid(up, placed.blocks, inner),
-        *_rows(x, up, plan),
-        _boxes(gate_up_XFM, up),
+        kernels.moe_up,
+        (placed.blocks * -(-inner // up.bn),),
+        x_TM,
+        _pairs(gate_up_XFM, up) if up.paired else _boxes(gate_up_XFM, up),
         act_RI,
         *_batch(ids_TK, placed, len(gate_up_XFM)),
         M=hidden,
         INNER=inner,
+        PAIRED=up.paired,
         **_options(up, plan, placed, ids_TK.shape[1]),
     )
     return act_RI
-
-
-def _gathered(
-    x_TM: Float[Tensor, "T M"], ids_TK: Int[Tensor, "T K"], placed: Placed, plan: ExpertsPlan
-) -> Float[Tensor, "R M"]:
-    hidden, rows = x_TM.shape[1], placed.blocks * plan.bt
-    x_RM = x_TM.new_empty((rows, hidden))
-    _run(
-        kernels.gather,
-        (rows,),
-        x_RM,
-        x_TM,
-        placed.rows,
-        placed.owners,
-        ids_TK.numel(),
-        M=hidden,
-        K=ids_TK.shape[1],
-        BT=plan.bt,
-        BN=power_of_2(hidden),
-        num_warps=4,
-        **_early(plan.early),
-    )
-    return x_RM
 
 
 def run_down(
@@ -226,25 +257,65 @@ def run_down(
     down_XMI: Float[Tensor, "X M I"],
     ids_TK: Int[Tensor, "T K"],
     placed: Placed,
+    down: Tile,
     plan: ExpertsPlan,
 ) -> Float[Tensor, "S M"]:
     """Each slot's expert's output."""
     experts, hidden, inner = down_XMI.shape
-    down = plan.down
     part_SM = act_RI.new_empty((ids_TK.numel(), hidden))
     _run(
-        kernels.down,
-        _grid(down, placed.blocks, hidden),
+        kernels.moe_down,
+        (down.programs or placed.blocks * -(-hidden // down.bn),),
         *_rows(act_RI, down, plan),
         _boxes(down_XMI, down),
         part_SM,
         *_batch(ids_TK, placed, experts),
         M=hidden,
         INNER=inner,
+        SORTED=down.sorted,
+        PROGRAMS=down.programs,
+        FLAT=down.flat,
         AHEAD=down.ahead and plan.early,
         **_options(down, plan, placed, ids_TK.shape[1]),
     )
     return part_SM
+
+
+def run_down_join(
+    act_RI: Float[Tensor, "R I"],
+    down_XMI: Float[Tensor, "X M I"],
+    routing: Routing,
+    down: Joined,
+    plan: ExpertsPlan,
+) -> Float[Tensor, "T M"]:
+    """`run_down` and `join` of few tokens."""
+    experts, hidden, inner = down_XMI.shape
+    (tokens, top_k), slots = routing.expert_ids.shape, routing.expert_ids.numel()
+    most = 1 << inner.bit_length() - 1
+    out_TM = act_RI.new_empty((tokens, hidden))
+    _run(
+        kernels.moe_down_join,
+        (-(-hidden // down.bn), tokens),
+        out_TM,
+        act_RI,
+        down_XMI,
+        routing.expert_ids,
+        routing.weights,
+        slots,
+        experts,
+        M=hidden,
+        INNER=inner,
+        K=top_k,
+        KP=power_of_2(top_k),
+        SP=power_of_2(slots),
+        BT=plan.bt,
+        BN=down.bn,
+        D1=most,
+        D2=power_of_2(max(16, inner - most)),
+        num_warps=down.warps,
+        **_early(plan.early),
+    )
+    return out_TM
 
 
 def join(
@@ -253,9 +324,9 @@ def join(
     """Each token's weighted sum over its choices, in their order."""
     (tokens, top_k), hidden = routing.expert_ids.shape, part_SM.shape[1]
     out_TM = part_SM.new_empty((tokens, hidden))
-    width = min(power_of_2(hidden), WIDE if tokens > 64 else WIDE // 4)
+    width = min(power_of_2(hidden), WIDE)
     _run(
-        kernels.join,
+        kernels.moe_join,
         (tokens, -(-hidden // width)),
         out_TM,
         part_SM,
@@ -275,11 +346,8 @@ def join(
 def _run(
     kernel: KernelInterface, grid: tuple[int, ...], *arguments: object, **options: object
 ) -> None:
-    kernel[grid](*arguments, **options)
-
-
-def _grid(tile: Tile, blocks: int, channels: int) -> tuple[int]:
-    return (tile.programs or blocks * -(-channels // tile.bn),)
+    device = next(a for a in arguments if isinstance(a, Tensor)).device
+    launch(kernel, grid, device, *arguments, **options)
 
 
 def _rows(x: Tensor, tile: Tile, plan: ExpertsPlan) -> tuple[Tensor | TensorDescriptor, ...]:
@@ -295,9 +363,15 @@ def _boxes(weight: Tensor, tile: Tile) -> TensorDescriptor:
     return TensorDescriptor.from_tensor(flat, [tile.bn, tile.bk])
 
 
+def _pairs(gate_up_XFM: Tensor, tile: Tile) -> TensorDescriptor:
+    experts, both, hidden = gate_up_XFM.shape
+    split = gate_up_XFM.view(experts, 2, both // 2, hidden)
+    return TensorDescriptor.from_tensor(split, [1, 2, tile.bn, tile.bk])
+
+
 def _batch(ids_TK: Tensor, placed: Placed, experts: int) -> tuple[Tensor | int, ...]:
     tokens, slots = len(ids_TK), ids_TK.numel()
-    return placed.rows, placed.owners, ids_TK, tokens, slots, placed.blocks, experts
+    return placed.rows, placed.records, ids_TK, tokens, slots, placed.blocks, experts
 
 
 def _options(tile: Tile, plan: ExpertsPlan, placed: Placed, top_k: int) -> dict[str, int]:
@@ -308,10 +382,6 @@ def _options(tile: Tile, plan: ExpertsPlan, placed: Placed, top_k: int) -> dict[
         "BN": tile.bn,
         "BK": tile.bk,
         "SWAP": tile.swap,
-        "SORTED": tile.sorted,
-        "PROGRAMS": tile.programs,
-        "FLAT": tile.flat,
-        "SPLIT": tile.split,
         "DIRECT": placed.direct,
         "HALVES": tile.halves and not placed.direct,
         "num_warps": tile.warps,

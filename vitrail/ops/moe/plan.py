@@ -3,21 +3,22 @@ tokens, the shape and the GPU. Knows no tensors.
 
 Legend: T tokens, K choices a token, S = T * K slots, X experts."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from vitrail.config.hardware import Hardware
 from vitrail.ops.moe.table import MEASURED
-from vitrail.ops.moe.tile import ExpertsPlan, Tile
+from vitrail.ops.moe.tile import ExpertsPlan, Joined, Tile
 
 # Row strides that descriptors, and torch's grouped product, take.
 ALIGN_BYTES = 16
 ITEM_BYTES = 2  # bf16
 # What a program needs of shared memory beside its stages.
 SPARE_BYTES = 2048
-# Slots that a program of the sort places and counts at once; above so many, a launch of its own
-# counts.
-SORT_PIECE, SORT_CHUNK, SORT_WHOLE = 128, 1024, 4096
+# Slots that a program of the sort takes at once; how many it takes alone.
+SORT_CHUNK, SORT_ALONE = 512, 2048
+# Choices of a batch that `Joined` takes.
+JOINED_SLOTS = 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,8 +54,22 @@ def experts_plan(tokens: int, shape: ExpertsShape, gpu: Hardware) -> ExpertsPlan
     """What was measured to be quickest on this GPU for these channels, else the rule."""
     for (name, hidden, inner), rows in MEASURED.items():
         if name in gpu.name and (hidden, inner) == (shape.hidden, shape.inner):
-            return next(plan for most, plan in rows if most is None or tokens <= most)
+            slots = tokens * shape.top_k
+            return next(
+                plan
+                for most, plan in rows
+                if (most is None or tokens <= most)
+                and (not isinstance(plan.down, Joined) or slots <= min(JOINED_SLOTS, shape.experts))
+            )
     return default_plan(tokens, shape, gpu)
+
+
+def fixed_plan(shape: ExpertsShape, gpu: Hardware) -> ExpertsPlan:
+    """One for any number of tokens, so that a token's sums do not depend on it: the rule's for the
+    most rows for which weights are the left operand."""
+    plan = replace(default_plan(48 * shape.experts // shape.top_k, shape, gpu), fixed=True)
+    assert plan.bt == 64, plan
+    return plan
 
 
 def default_plan(tokens: int, shape: ExpertsShape, gpu: Hardware) -> ExpertsPlan:
@@ -75,35 +90,34 @@ def default_plan(tokens: int, shape: ExpertsShape, gpu: Hardware) -> ExpertsPlan
     return ExpertsPlan(bt=bt, up=tile(2), down=tile(1), early=gpu.cc >= 90)
 
 
-def router_tiles(tokens: int, hidden: int) -> RouterTiles:
+def router_tiles(tokens: int, hidden: int, fixed: bool = False) -> RouterTiles:
     """Sixteen spans of whole 64 channels (fewer of few channels) whatever the batch, so that a
     token's scores do not depend on it: apart for few tokens, in turn for many."""
     span = -(-hidden // (16 * 64)) * 64
     spans = -(-hidden // span)
-    if tokens <= 1024:
-        return RouterTiles(16 if tokens <= 16 else 32, span, spans, span)
-    return RouterTiles(16 if tokens <= 4096 else 32, span, 1, spans * span)
+    if fixed:  # the same tile as well
+        return RouterTiles(32, span, spans, span)
+    if tokens <= 4096:
+        bt = 16 if tokens <= 16 else 32 if tokens <= 1024 else 64
+        return RouterTiles(bt, span, spans, span)
+    return RouterTiles(64, span, 1, spans * span)
 
 
 def direct(tokens: int, slots: int, num_experts: int, plan: ExpertsPlan) -> int:
     """0: slots are placed. Where all tokens fit in one block they need not be; then blocks are
-    experts (1), or slots (2) where there are fewer."""
-    tiles = (plan.up, plan.down)
-    if tokens > plan.bt or any(tile.sorted or tile.programs for tile in tiles):
+    experts (1), or slots (2; of one token 3) where there are fewer."""
+    if isinstance(plan.down, Joined):
+        assert slots <= min(JOINED_SLOTS, num_experts), (slots, num_experts)
+        return 3 if tokens == 1 else 2
+    if plan.fixed or tokens > plan.bt or plan.down.sorted or plan.down.programs:
         return 0
-    return 1 if slots > num_experts else 2
+    return 1 if slots > num_experts else 3 if tokens == 1 else 2
 
 
 def max_blocks(slots: int, num_experts: int, bt: int) -> int:
     """The most blocks of `bt` rows that `slots` choices can take."""
     owners = min(slots, num_experts)
     return (slots + owners * (bt - 1)) // bt
-
-
-def sort_share(slots: int) -> tuple[int, bool]:
-    """Slots that one program of the sort takes, and whether they are counted by a launch before."""
-    pieces = 1 if slots <= 1 << 14 else 2 if slots <= 1 << 16 else 4
-    return pieces * SORT_PIECE, slots > SORT_WHOLE
 
 
 def power_of_2(n: int) -> int:

@@ -4,10 +4,27 @@ to so many tokens (None: any number)."""
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from vitrail.ops.moe.tile import ExpertsPlan, Tile
+from vitrail.ops.moe.tile import ExpertsPlan, Joined, Tile
 
 # Kimi-VL-A3B: 64 experts, 6 a token, and 2 shared ones.
+_LARGE = Tile(bn=256, bk=64, stages=4, warps=8, swap=False, sorted=True, programs=132, flat=True)
 _H200_KIMI: tuple[tuple[int | None, ExpertsPlan], ...] = (
+    (
+        1,
+        ExpertsPlan(
+            bt=16,
+            up=Tile(bn=64, bk=64, stages=4, warps=4),
+            down=Joined(bn=2, warps=4),
+        ),
+    ),
+    (
+        2,
+        ExpertsPlan(
+            bt=16,
+            up=Tile(bn=64, bk=64, stages=4, warps=4),
+            down=Tile(bn=64, bk=128, stages=3, warps=4, ahead=True),
+        ),
+    ),
     (
         16,
         ExpertsPlan(
@@ -21,23 +38,15 @@ _H200_KIMI: tuple[tuple[int | None, ExpertsPlan], ...] = (
         ExpertsPlan(
             bt=32,
             up=Tile(bn=64, bk=64, stages=3, warps=4),
-            down=Tile(bn=64, bk=64, stages=4, warps=4),
+            down=Tile(bn=64, bk=128, stages=3, warps=4),
         ),
     ),
     (
-        64,
-        ExpertsPlan(
-            bt=64,
-            up=Tile(bn=64, bk=64, stages=3, warps=4),
-            down=Tile(bn=128, bk=64, stages=3, warps=4),
-        ),
-    ),
-    (
-        256,
+        192,
         ExpertsPlan(
             bt=32,
             up=Tile(bn=64, bk=64, stages=3, warps=4),
-            down=Tile(bn=128, bk=64, stages=3, warps=4),
+            down=Tile(bn=64, bk=64, stages=3, warps=4),
         ),
     ),
     (
@@ -45,24 +54,32 @@ _H200_KIMI: tuple[tuple[int | None, ExpertsPlan], ...] = (
         ExpertsPlan(
             bt=64,
             up=Tile(bn=64, bk=64, stages=3, warps=4),
-            down=Tile(bn=128, bk=64, stages=3, warps=4),
+            down=Tile(bn=128, bk=64, stages=3, warps=8),
+        ),
+    ),
+    (
+        1536,
+        ExpertsPlan(
+            bt=128,
+            up=Tile(bn=128, bk=64, stages=4, warps=8, swap=False, halves=True, paired=True),
+            down=Tile(bn=256, bk=64, stages=4, warps=8, swap=False, halves=True),
+        ),
+    ),
+    (
+        4096,
+        ExpertsPlan(
+            bt=128,
+            up=Tile(bn=128, bk=64, stages=4, warps=8, swap=False, halves=True, paired=True),
+            down=_LARGE,
+            early=False,
         ),
     ),
     (
         None,
         ExpertsPlan(
             bt=128,
-            up=Tile(bn=128, bk=64, stages=4, warps=8, swap=False),
-            down=Tile(
-                bn=256,
-                bk=64,
-                stages=4,
-                warps=8,
-                swap=False,
-                sorted=True,
-                programs=132,
-                flat=True,
-            ),
+            up=Tile(bn=128, bk=64, stages=4, warps=8, swap=False, halves=True, paired=True),
+            down=_LARGE,
             early=False,
         ),
     ),

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tile:
     """One product's tiles: BN output channels (of gate and of up each), BK input channels a step.
-    `swap`: weights are the left operand, for few tokens. `sorted`: rows come in blocks, by
-    descriptor; else they are gathered. `programs`: 0, or how many share all tiles, in one loop
-    (`flat`) or two. `split`: warps of their own load (Hopper, with `sorted` and 4 warps, which
-    become 12). `halves`: blocks that are at most half full take half a tile. `ahead` (down, not
-    `sorted`): first weights are loaded before the rows are there."""
+    `swap`: weights are the left operand, for few tokens. `halves`: blocks that are at most half
+    full take half a tile. Of up alone: `paired`, gate and up are one product (not with `swap`,
+    where they would pass through registers). Of down alone: `sorted`, rows come by descriptor;
+    `programs`, 0 or how many share all tiles, in one loop (`flat`) or two; `ahead`, first weights
+    are loaded before the rows are there."""
 
     bn: int
     bk: int
@@ -20,20 +20,32 @@ class Tile:
     sorted: bool = False
     programs: int = 0
     flat: bool = False
-    split: bool = False
     halves: bool = False
+    paired: bool = False
     ahead: bool = False
 
     def __post_init__(self) -> None:
         assert not self.ahead or not (self.sorted or self.programs), self
         assert not self.halves or not self.programs, self
+        assert not self.paired or not self.swap, self
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Joined:
+    """Down and the weighted sum in one, for so few tokens that each reads its experts by itself: BN
+    output channels of one token a program."""
+
+    bn: int
+    warps: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertsPlan:
-    """`bt`: rows of a block. `early`: each launch may start while the one before it runs."""
+    """`bt`: rows of a block. `early`: each launch may start while the one before it runs. `fixed`:
+    neither the router's tiles nor how rows are placed depend on how many there are."""
 
     bt: int
     up: Tile
-    down: Tile
+    down: Tile | Joined
     early: bool = True
+    fixed: bool = False

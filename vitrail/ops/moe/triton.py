@@ -1,20 +1,25 @@
-"""The mixture of experts on a GPU. `score` and `choose` are the router. `place` lays a batch's
-(token, choice) slots out in blocks of one expert each; `up` and `down` run a block and a tile of
-channels a program; `join` adds a token's choices in their order. Nothing is read back: grids are
-bounds, and programs beyond the blocks end.
+"""The mixture of experts on a GPU. `moe_score` and `moe_choose` are the router, which also puts
+each (token, choice) slot in the rows of its expert; `moe_scatter` does so for choices that come
+from elsewhere. `moe_lay` cuts the rows in blocks. `moe_up` and `moe_down` run a block and a tile of
+channels a program; `moe_join` adds a token's choices in their order. Nothing is read back: grids
+are bounds, and programs beyond the blocks end.
 
-    slots  | t0k0 t0k1 | t1k0 t1k1 | ...                  slot = token * K + choice
-    rows   | expert 3: s1 s4 -  -  | expert 7: s0 ...     blocks of BT rows; `-` is S: nobody
-    blocks | 3 | 7 | ... | -1 | the number of blocks
+    slots  | t0k0 t0k1 | t1k0 t1k1 | ...               slot = token * K + choice
+    rows   | expert 0: s3 s1 -  - | expert 1: s0 ...   CAP rows an expert, the first counts[e] set
+    blocks | expert, first row, rows | ... | their number in the last record
+
+The order of slots within an expert's rows is any: what comes of a row depends on that row alone.
+
+Where tokens are very few, `moe_down_join` is both: a program owns its channels over all choices.
 
 Few tokens (at most BT) need no placing: a token's row is its number, and a block is an expert's
 (DIRECT 1: as many blocks as experts) or a slot's (DIRECT 2: as many as slots; the first slot that
-chose an expert runs it for all tokens).
+chose an expert runs it for all tokens; DIRECT 3: of one token, where every slot does).
 
 Choices outside [0, X) are nobody's: a row of padding costs nothing.
 
 Legend: T tokens, K choices a token, S = T * K slots, X experts, M hidden channels, I intermediate
-channels; weights are [X, 2I, M] and [X, M, INNER], viewed as [X * 2I, M] and [X * M, INNER]."""
+channels; weights are [X, 2I, M] and [X, M, I], viewed as [X * 2I, M] and [X * M, I]."""
 
 # pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false, reportArgumentType=false
 # pyright: reportAssignmentType=false
@@ -24,55 +29,81 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 # Numbers that change with a batch: one kernel for all of them.
-SIZES = ["tokens", "slots", "num_experts", "max_blocks", "shares"]
+SIZES = ["tokens", "slots", "num_experts", "max_blocks", "cap"]
+FIELDS = tl.constexpr(4)  # of a block's record, the last unused
+
+
+@triton.jit
+def _add_exact(acc, w, x_KT, MULTIPLY: tl.constexpr):
+    """acc + w x: an fp32 weight is the sum of three bf16, `x` is bf16, so products are exact."""
+    high = w.to(tl.bfloat16)
+    rest = w - high.to(tl.float32)
+    middle = rest.to(tl.bfloat16)
+    low = (rest - middle.to(tl.float32)).to(tl.bfloat16)
+    acc = tl.dot(low.to(MULTIPLY), x_KT, acc)
+    acc = tl.dot(middle.to(MULTIPLY), x_KT, acc)
+    return tl.dot(high.to(MULTIPLY), x_KT, acc)
 
 
 @triton.jit(do_not_specialize=SIZES)
-def score(
-    part, x, router, tokens, num_experts,
+def moe_score(
+    part, counts, x, router, tokens, num_experts,
     M: tl.constexpr, BT: tl.constexpr, XP: tl.constexpr, BK: tl.constexpr, SPAN: tl.constexpr,
-    WIDTH: tl.constexpr, MULTIPLY: tl.constexpr, EARLY: tl.constexpr,
+    WIDTH: tl.constexpr, MULTIPLY: tl.constexpr, COUNTS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """part[j, t, x] = router[x] . x[t] over the WIDTH channels from j * WIDTH on: exact products
-    (an fp32 weight is the sum of three bf16, x is bf16), summed in fp32 over each SPAN, then over
-    spans in their order, so that how many are summed here changes nothing. Program (i, j): BT
-    tokens. MULTIPLY: the products' operands' type, fp32 where there is no device."""
+    """part[j, t, x] = router[x] . x[t] over the WIDTH channels from j * WIDTH on, summed in fp32
+    over each SPAN, then over spans in their order, so that how many are summed here changes
+    nothing. Program (i, j): BT tokens. MULTIPLY: the products' operands' type, fp32 where there is
+    no device. Also sets COUNTS counts to 0, for `moe_choose`. WIDTH of one SPAN or all."""
     xs = tl.arange(0, XP)
     t = tl.program_id(0) * BT + tl.arange(0, BT)
     k = tl.program_id(1) * WIDTH + tl.arange(0, BK)
+    known = (xs < num_experts)[:, None]
+    live = (t < tokens)[:, None]
     w_at = router + xs[:, None] * M + k[None, :]
     x_at = x + t.to(tl.int64)[:, None] * M + k[None, :]
-    acc = tl.zeros([XP, BT], tl.float32)
     total = tl.zeros([XP, BT], tl.float32)
-    if EARLY:
-        gdc_wait()
-        gdc_launch_dependents()
-    for k0 in range(0, WIDTH, BK):
-        inside = (k0 + k < M)[None, :]
-        w = tl.load(w_at + k0, mask=inside & (xs < num_experts)[:, None], other=0.0)
-        x_KT = tl.load(x_at + k0, mask=inside & (t < tokens)[:, None], other=0.0).T.to(MULTIPLY)
-        high = w.to(tl.bfloat16)
-        rest = w - high.to(tl.float32)
-        middle = rest.to(tl.bfloat16)
-        low = (rest - middle.to(tl.float32)).to(tl.bfloat16)
-        acc = tl.dot(low.to(MULTIPLY), x_KT, acc)
-        acc = tl.dot(middle.to(MULTIPLY), x_KT, acc)
-        acc = tl.dot(high.to(MULTIPLY), x_KT, acc)
-        if (k0 + BK) % SPAN == 0:
-            total += acc
-            acc = tl.zeros([XP, BT], tl.float32)
+    if WIDTH == SPAN and WIDTH <= 2 * BK:
+        w = tl.load(w_at, mask=known & (k < M)[None, :], other=0.0)  # no kernel writes these
+        if WIDTH > BK:
+            w2 = tl.load(w_at + BK, mask=known & (BK + k < M)[None, :], other=0.0)
+        if EARLY:
+            gdc_wait()
+            gdc_launch_dependents()
+        x_KT = tl.load(x_at, mask=live & (k < M)[None, :], other=0.0).T.to(MULTIPLY)
+        if WIDTH > BK:
+            x2_KT = tl.load(x_at + BK, mask=live & (BK + k < M)[None, :], other=0.0).T.to(MULTIPLY)
+        total = _add_exact(total, w, x_KT, MULTIPLY)
+        if WIDTH > BK:
+            total = _add_exact(total, w2, x2_KT, MULTIPLY)
+    else:
+        if EARLY:
+            gdc_wait()
+            gdc_launch_dependents()
+        acc = tl.zeros([XP, BT], tl.float32)
+        for k0 in range(0, WIDTH, BK):
+            inside = (k0 + k < M)[None, :]
+            w = tl.load(w_at + k0, mask=inside & known, other=0.0)
+            x_KT = tl.load(x_at + k0, mask=inside & live, other=0.0).T.to(MULTIPLY)
+            acc = _add_exact(acc, w, x_KT, MULTIPLY)
+            if (k0 + BK) % SPAN == 0:
+                total += acc
+                acc = tl.zeros([XP, BT], tl.float32)
+    if tl.program_id(0) + tl.program_id(1) == 0:
+        tl.store(counts + tl.arange(0, COUNTS), tl.zeros([COUNTS], tl.int32))
     at = part + ((tl.program_id(1) * tokens).to(tl.int64) + t)[:, None] * num_experts + xs[None, :]
-    tl.store(at, total.T, mask=(t < tokens)[:, None] & (xs < num_experts)[None, :])
+    tl.store(at, total.T, mask=live & (xs < num_experts)[None, :])
 
 
 @triton.jit(do_not_specialize=SIZES)
-def choose(
-    ids, weights, part, bias, tokens, num_experts, scaling,
+def moe_choose(
+    ids, weights, rows, counts, part, bias, tokens, num_experts, cap, scaling,
     SPANS: tl.constexpr, ROUTED: tl.constexpr, SHARED: tl.constexpr, NORMALIZE: tl.constexpr,
-    XP: tl.constexpr, KP: tl.constexpr, EARLY: tl.constexpr,
+    XP: tl.constexpr, KP: tl.constexpr, PLACE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """For the program's token the ROUTED best of sigmoid(logits) + bias, the first of equals, then
-    SHARED experts (they follow the routed ones) with weight 1."""
+    SHARED experts (they follow the routed ones) with weight 1. A score that is no number ranks
+    last, and makes the weights what it is. PLACE: also takes a row of each expert."""
     K: tl.constexpr = ROUTED + SHARED
     x = tl.arange(0, XP)
     k = tl.arange(0, KP)
@@ -87,7 +118,8 @@ def choose(
         at = part + (j * tokens + t).to(tl.int64) * num_experts + x
         logits += tl.load(at, mask=known, other=0.0)
     scores = 1.0 / (1.0 + tl.exp(-logits))
-    ranked = tl.where(known, scores + extra, float("-inf"))
+    ranked = tl.where(scores == scores, scores + extra, -1e30)
+    ranked = tl.where(known, ranked, float("-inf"))
     total = 0.0
     chosen = tl.where(k < ROUTED, 0, num_experts + k - ROUTED)
     weight = tl.where(k < ROUTED, 0.0, 1.0)
@@ -104,107 +136,69 @@ def choose(
     weight = tl.where(k < ROUTED, weight * factor, weight)
     tl.store(ids + t.to(tl.int64) * K + k, chosen, mask=k < K)
     tl.store(weights + t.to(tl.int64) * K + k, weight, mask=k < K)
+    if PLACE:
+        taken = tl.atomic_add(counts + chosen, 1, mask=k < ROUTED, sem="relaxed")
+        row = chosen * cap + tl.where(k < ROUTED, taken, t)
+        tl.store(rows + row, t * K + k, mask=k < K)
+        if t == 0:
+            tl.store(counts + chosen, tokens + k * 0, mask=(k >= ROUTED) & (k < K))
 
 
 @triton.jit
-def _expert(ids, slot, end, num_experts, XP: tl.constexpr):
-    """Of slots before `end`; XP - 1 where it is nobody's."""
-    expert = tl.load(ids + slot, mask=slot < end, other=-1).to(tl.int32)
-    return tl.where((expert >= 0) & (expert < num_experts), expert, XP - 1)
-
-
-@triton.jit(do_not_specialize=SIZES)
-def count(
-    counts, ids, slots, num_experts,
-    SHARE: tl.constexpr, XP: tl.constexpr, EARLY: tl.constexpr,
-):  # fmt: skip
-    """Program i: how many of the SHARE slots from i * SHARE on chose each expert, [i, XP]."""
-    if EARLY:
-        gdc_wait()
-        gdc_launch_dependents()
-    slot = tl.program_id(0) * SHARE + tl.arange(0, SHARE)
-    total = tl.histogram(_expert(ids, slot, slots, num_experts, XP), XP)
-    tl.store(counts + tl.program_id(0) * XP + tl.arange(0, XP), total)
-
-
-@triton.jit(do_not_specialize=SIZES)
-def place(
-    rows, blocks, counts, ids, slots, num_experts, max_blocks, shares,
-    SHARE: tl.constexpr, PIECE: tl.constexpr, CHUNK: tl.constexpr, XP: tl.constexpr,
-    BT: tl.constexpr, COUNTED: tl.constexpr, EARLY: tl.constexpr,
-):  # fmt: skip
-    """Program i puts its SHARE slots in their rows, PIECE at once, in order; the first writes
-    nobody in the rows that experts' last blocks have left, the last who owns each block. COUNTED:
-    `count` has run, else each program counts all slots, CHUNK at once."""
-    if EARLY:
-        gdc_wait()
-        gdc_launch_dependents()
+def _lay(blocks, counts, num_experts, max_blocks, cap, BT: tl.constexpr, XP: tl.constexpr):
     x = tl.arange(0, XP)
-    share = tl.program_id(0)
-    if COUNTED:
-        befores = tl.zeros([32, XP], tl.int32)
-        totals = tl.zeros([32, XP], tl.int32)
-        for first in range(0, shares, 32):
-            i = first + tl.arange(0, 32)
-            some = tl.load(
-                counts + i[:, None] * XP + x[None, :], mask=(i < shares)[:, None], other=0
-            )
-            totals += some
-            befores += tl.where((i < share)[:, None], some, 0)
-        before = tl.sum(befores, 0)
-        total = tl.sum(totals, 0)
-    else:
-        before = tl.zeros([XP], tl.int32)
-        total = tl.zeros([XP], tl.int32)
-        for first in range(0, slots, CHUNK):
-            slot = first + tl.arange(0, CHUNK)
-            expert = _expert(ids, slot, slots, num_experts, XP)
-            total += tl.histogram(expert, XP)
-            before += tl.histogram(tl.where(slot < share * SHARE, expert, XP - 1), XP)
-    total = tl.where(x < num_experts, total, 0)
-    room = (total + BT - 1) // BT * BT
-    stop = tl.cumsum(room, 0)
-    start = stop - room
-    lane = tl.arange(0, PIECE)
-    other_lane = tl.arange(0, PIECE)
-    for piece in range(share * SHARE, (share + 1) * SHARE, PIECE):
-        expert = _expert(ids, piece + lane, slots, num_experts, XP)
-        other = _expert(ids, piece + other_lane, slots, num_experts, XP)
-        same = (other[None, :] == expert[:, None]) & (other_lane[None, :] < lane[:, None])
-        at = tl.gather(start + before, expert, 0) + tl.sum(same.to(tl.int32), 1)
-        tl.store(rows + at, piece + lane, mask=expert < num_experts)
-        before += tl.histogram(expert, XP)
-    if share == 0:
-        for first in range(0, BT, 16):
-            left = (start + total + first)[:, None] + tl.arange(0, 16)[None, :]
-            tl.store(rows + left, tl.zeros([XP, 16], tl.int32) + slots, mask=left < stop[:, None])
-    if share == shares - 1:
-        num_blocks = tl.max(stop, 0) // BT
-        for first in range(0, max_blocks, 128):
-            b = first + tl.arange(0, 128)
-            owner = tl.sum((stop[None, :] <= (b * BT)[:, None]).to(tl.int32), 1)
-            owner = tl.where(b < num_blocks, owner, -1)
-            tl.store(blocks + b, owner, mask=b < max_blocks)
-        tl.store(blocks + max_blocks, num_blocks)
+    count = tl.load(counts + x, mask=x < num_experts, other=0)
+    stop = tl.cumsum((count + BT - 1) // BT, 0)
+    for first in range(0, max_blocks, 64):
+        b = first + tl.arange(0, 64)
+        beyond = (stop[None, :] <= b[:, None]).to(tl.int32)  # experts that end before the block
+        expert = tl.sum(beyond, 1)
+        begin = tl.max(beyond * stop[None, :], 1)
+        rows = tl.sum(tl.where(expert[:, None] == x[None, :], count[None, :], 0), 1)
+        done = (b - begin) * BT
+        record = blocks + b * FIELDS
+        tl.store(record, tl.where(expert < num_experts, expert, -1), mask=b < max_blocks)
+        tl.store(record + 1, expert * cap + done, mask=b < max_blocks)
+        tl.store(record + 2, tl.minimum(rows - done, BT), mask=b < max_blocks)
+    tl.store(blocks + max_blocks * FIELDS, tl.max(stop, 0))
 
 
 @triton.jit(do_not_specialize=SIZES)
-def gather(
-    out, x, rows, blocks, slots,
-    M: tl.constexpr, K: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr, EARLY: tl.constexpr,
+def moe_lay(
+    blocks, counts, num_experts, max_blocks, cap,
+    BT: tl.constexpr, XP: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """out[r] = x[token of row r], zero for nobody, for blocks that have an owner."""
+    """One program: which rows are whose block."""
     if EARLY:
         gdc_wait()
         gdc_launch_dependents()
-    row = tl.program_id(0)
-    if tl.load(blocks + row // BT) < 0:
-        return
-    slot = tl.load(rows + row)
-    n = tl.program_id(1) * BN + tl.arange(0, BN)
-    token = (slot // K).to(tl.int64)
-    value = tl.load(x + token * M + n, mask=n < tl.where(slot < slots, M, 0), other=0.0)
-    tl.store(out + row.to(tl.int64) * M + n, value, mask=n < M)
+    _lay(blocks, counts, num_experts, max_blocks, cap, BT, XP)
+
+
+@triton.jit(do_not_specialize=SIZES)
+def moe_scatter(
+    rows, blocks, counts, ids, slots, num_experts, max_blocks, cap,
+    SHARE: tl.constexpr, CHUNK: tl.constexpr, BT: tl.constexpr, XP: tl.constexpr,
+    ALONE: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """Program i gives its SHARE slots rows of their experts, CHUNK at once; `counts` are 0 before.
+    ALONE: the one program sets them to 0 itself, and lays the blocks."""
+    if EARLY:
+        gdc_wait()
+        gdc_launch_dependents()
+    if ALONE:
+        tl.store(counts + tl.arange(0, XP), tl.zeros([XP], tl.int32))
+        tl.debug_barrier()
+    begin = tl.program_id(0) * SHARE
+    for first in range(begin, begin + SHARE, CHUNK):
+        slot = first + tl.arange(0, CHUNK)
+        expert = tl.load(ids + slot, mask=slot < slots, other=-1).to(tl.int32)
+        known = (expert >= 0) & (expert < num_experts)
+        taken = tl.atomic_add(counts + expert, 1, mask=known, sem="relaxed")
+        tl.store(rows + expert * cap + taken, slot, mask=known & (taken < cap))
+    if ALONE:
+        tl.debug_barrier()
+        _lay(blocks, counts, num_experts, max_blocks, cap, BT, XP)
 
 
 @triton.jit
@@ -212,11 +206,20 @@ def _owner(
     rows, blocks, ids, block, tokens, slots, num_experts,
     K: tl.constexpr, KP: tl.constexpr, BT: tl.constexpr, DIRECT: tl.constexpr,
 ):  # fmt: skip
-    """A block's expert, -1 for nobody, and its rows' slots, S for nobody."""
+    """A block's expert, -1 for nobody; its rows' slots, S for nobody; its first row and their
+    number (of use where blocks are laid)."""
     lane = tl.arange(0, BT)
     if DIRECT == 0:
-        expert = tl.load(blocks + block)
-        slot = tl.load(rows + block * BT + lane)
+        expert = tl.load(blocks + block * FIELDS)
+        first = tl.load(blocks + block * FIELDS + 1)
+        live = tl.where(expert >= 0, tl.load(blocks + block * FIELDS + 2), 0)
+        slot = tl.load(rows + first + lane, mask=lane < live, other=slots)
+    elif DIRECT == 3:
+        expert = tl.load(ids + block).to(tl.int32)
+        expert = tl.where(expert < num_experts, expert, -1)
+        slot = tl.where(lane == 0, block, slots)
+        first = 0
+        live = BT
     else:
         if DIRECT == 1:
             expert = block
@@ -227,47 +230,61 @@ def _owner(
         there = (lane < tokens)[:, None] & (k < K)[None, :]
         chosen = tl.load(ids + at, mask=there, other=-1).to(tl.int32)
         slot = tl.min(tl.where(there & (chosen == expert), at, slots), 1)
-        first = tl.min(slot, 0)
+        leader = tl.min(slot, 0)
         if DIRECT == 1:
-            expert = tl.where(first < slots, expert, -1)
+            expert = tl.where(leader < slots, expert, -1)
         else:
-            ours = (first == block) & (expert >= 0) & (expert < num_experts)
+            ours = (leader == block) & (expert >= 0) & (expert < num_experts)
             expert = tl.where(ours, expert, -1)
-    return expert, slot
+        first = 0
+        live = BT
+    return expert, slot, first, live
 
 
 @triton.jit
 def _up_tile(
     x, gate_up, act, slot, slots, row0, expert, tile,
     M: tl.constexpr, INNER: tl.constexpr, K: tl.constexpr,
-    BT: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    SWAP: tl.constexpr, SORTED: tl.constexpr, SPLIT: tl.constexpr,
+    BT: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SWAP: tl.constexpr, PAIRED: tl.constexpr,
 ):  # fmt: skip
-    """act[BT rows from row0 on, tile's channels] = silu(gate x) * up x."""
+    """act[BT rows from row0 on, tile's channels] = silu(gate x) * up x. PAIRED: one product makes
+    both."""
     live = slot < slots
     n0 = tile * BN
     k = tl.arange(0, BK)
-    if not SORTED:
-        token = tl.where(live, slot // K, 0).to(tl.int64)
-        x_at = x + token[:, None] * M + k[None, :]
-    shape: tl.constexpr = [BN, BT] if SWAP else [BT, BN]
-    gate = tl.zeros(shape, tl.float32)
-    up = tl.zeros(shape, tl.float32)
-    for k0 in tl.range(0, M, BK, warp_specialize=SPLIT):
-        if SORTED:
-            x_TK = x.load([row0, k0])
-        elif M % BK == 0:
+    token = tl.where(live, slot // K, 0).to(tl.int64)
+    x_at = x + token[:, None] * M + k[None, :]
+    if PAIRED:
+        both = tl.zeros([2 * BN, BT] if SWAP else [BT, 2 * BN], tl.float32)
+    else:
+        shape: tl.constexpr = [BN, BT] if SWAP else [BT, BN]
+        gate = tl.zeros(shape, tl.float32)
+        up = tl.zeros(shape, tl.float32)
+    for k0 in range(0, M, BK):
+        if M % BK == 0:
             x_TK = tl.load(x_at + k0, mask=live[:, None], other=0.0)
         else:
             x_TK = tl.load(x_at + k0, mask=live[:, None] & (k0 + k < M)[None, :], other=0.0)
-        gate_NK = gate_up.load([expert * (2 * INNER) + n0, k0])
-        up_NK = gate_up.load([expert * (2 * INNER) + INNER + n0, k0])
-        if SWAP:
-            gate = tl.dot(gate_NK, x_TK.T, gate)
-            up = tl.dot(up_NK, x_TK.T, up)
+        if PAIRED:
+            both_NK = gate_up.load([expert, 0, n0, k0]).reshape(2 * BN, BK)
+            if SWAP:
+                both = tl.dot(both_NK, x_TK.T, both)
+            else:
+                both = tl.dot(x_TK, both_NK.T, both)
         else:
-            gate = tl.dot(x_TK, gate_NK.T, gate)
-            up = tl.dot(x_TK, up_NK.T, up)
+            gate_NK = gate_up.load([expert * (2 * INNER) + n0, k0])
+            up_NK = gate_up.load([expert * (2 * INNER) + INNER + n0, k0])
+            if SWAP:
+                gate = tl.dot(gate_NK, x_TK.T, gate)
+                up = tl.dot(up_NK, x_TK.T, up)
+            else:
+                gate = tl.dot(x_TK, gate_NK.T, gate)
+                up = tl.dot(x_TK, up_NK.T, up)
+    if PAIRED:
+        if SWAP:
+            gate, up = both.reshape(2, BN, BT).permute(1, 2, 0).split()
+        else:
+            gate, up = both.reshape(BT, 2, BN).permute(0, 2, 1).split()
     n = n0 + tl.arange(0, BN)
     row = row0 + tl.arange(0, BT)
     value = (gate / (1.0 + tl.exp(-gate)) * up).to(act.dtype.element_ty)
@@ -284,7 +301,7 @@ def _up_tile(
 def _down_tile(
     act, down, part, slot, slots, row0, expert, tile,
     M: tl.constexpr, INNER: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    SWAP: tl.constexpr, SORTED: tl.constexpr, SPLIT: tl.constexpr, AHEAD: tl.constexpr,
+    SWAP: tl.constexpr, SORTED: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """part[slots of BT rows, tile's channels] = down act[BT rows from row0 on]. AHEAD: the first
     weights are loaded before what makes `act` is waited for."""
@@ -300,7 +317,7 @@ def _down_tile(
         gdc_launch_dependents()
         act_TK = tl.load(act_at)
         acc = tl.dot(down_NK, act_TK.T, acc)
-    for k0 in tl.range(BK if AHEAD else 0, INNER, BK, warp_specialize=SPLIT):
+    for k0 in range(BK if AHEAD else 0, INNER, BK):
         if SORTED:
             act_TK = act.load([row0, k0])
         elif INNER % BK == 0:
@@ -321,60 +338,52 @@ def _down_tile(
 
 
 @triton.jit(do_not_specialize=SIZES)
-def up(
-    x, x_half, gate_up, act, rows, blocks, ids, tokens, slots, max_blocks, num_experts,
+def moe_up(
+    x, gate_up, act, rows, blocks, ids, tokens, slots, max_blocks, num_experts,
     M: tl.constexpr, INNER: tl.constexpr, K: tl.constexpr, KP: tl.constexpr,
     BT: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    SWAP: tl.constexpr, SORTED: tl.constexpr, PROGRAMS: tl.constexpr, FLAT: tl.constexpr,
-    SPLIT: tl.constexpr, DIRECT: tl.constexpr, HALVES: tl.constexpr, EARLY: tl.constexpr,
+    SWAP: tl.constexpr, PAIRED: tl.constexpr, DIRECT: tl.constexpr, HALVES: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Tiles are numbered by block, then by channels. PROGRAMS 0: one tile a program, else so many
-    programs share them. x [T, M], act [rows, I], `gate_up` a descriptor of [BN, BK] boxes. HALVES:
-    a block that is at most half full takes half a tile. SORTED: `x` and `x_half` are descriptors of
-    gathered rows."""
+    """x [T, M] to act [blocks * BT, I]; `gate_up` is a descriptor of [BN, BK] boxes (PAIRED: of
+    [1, 2, BN, BK] boxes of [X, 2, I, M]). Programs are numbered by block, then by channels. HALVES:
+    a block that is at most half full takes half a tile."""
     if EARLY:
         gdc_wait()
         gdc_launch_dependents()
     tiles: tl.constexpr = (INNER + BN - 1) // BN
     HALF: tl.constexpr = BT // 2
-    if PROGRAMS == 0:
-        block = tl.program_id(0) // tiles
-        tile = tl.program_id(0) % tiles
-        expert, slot = _owner(rows, blocks, ids, block, tokens, slots, num_experts,
-                              K, KP, BT, DIRECT)  # fmt: skip
-        if expert >= 0:
-            if HALVES:
-                if tl.load(rows + block * BT + HALF) >= slots:
-                    half = tl.load(rows + block * BT + tl.arange(0, HALF))
-                    _up_tile(x_half, gate_up, act, half, slots, block * BT, expert, tile,
-                             M, INNER, K, HALF, BN, BK, SWAP, SORTED, SPLIT)  # fmt: skip
-                else:
-                    _up_tile(x, gate_up, act, slot, slots, block * BT, expert, tile,
-                             M, INNER, K, BT, BN, BK, SWAP, SORTED, SPLIT)  # fmt: skip
+    block = tl.program_id(0) // tiles
+    tile = tl.program_id(0) % tiles
+    expert, slot, first, live = _owner(rows, blocks, ids, block, tokens, slots, num_experts,
+                                K, KP, BT, DIRECT)  # fmt: skip
+    if expert >= 0:
+        if HALVES:
+            if live <= HALF:
+                lane = tl.arange(0, HALF)
+                half = tl.load(rows + first + lane, mask=lane < live, other=slots)
+                _up_tile(x, gate_up, act, half, slots, block * BT, expert, tile,
+                         M, INNER, K, HALF, BN, BK, SWAP, PAIRED)  # fmt: skip
             else:
                 _up_tile(x, gate_up, act, slot, slots, block * BT, expert, tile,
-                         M, INNER, K, BT, BN, BK, SWAP, SORTED, SPLIT)  # fmt: skip
-    else:
-        last = tl.load(blocks + max_blocks) * tiles
-        for number in tl.range(tl.program_id(0), last, PROGRAMS, flatten=FLAT):
-            block = number // tiles
-            expert = tl.load(blocks + block)
-            slot = tl.load(rows + block * BT + tl.arange(0, BT))
-            _up_tile(x, gate_up, act, slot, slots, block * BT, expert, number % tiles,
-                     M, INNER, K, BT, BN, BK, SWAP, SORTED, SPLIT)  # fmt: skip
+                         M, INNER, K, BT, BN, BK, SWAP, PAIRED)  # fmt: skip
+        else:
+            _up_tile(x, gate_up, act, slot, slots, block * BT, expert, tile,
+                     M, INNER, K, BT, BN, BK, SWAP, PAIRED)  # fmt: skip
 
 
 @triton.jit(do_not_specialize=SIZES)
-def down(
+def moe_down(
     act, act_half, weights, part, rows, blocks, ids, tokens, slots, max_blocks, num_experts,
     M: tl.constexpr, INNER: tl.constexpr, K: tl.constexpr, KP: tl.constexpr,
     BT: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     SWAP: tl.constexpr, SORTED: tl.constexpr, PROGRAMS: tl.constexpr, FLAT: tl.constexpr,
-    SPLIT: tl.constexpr, DIRECT: tl.constexpr, HALVES: tl.constexpr, AHEAD: tl.constexpr,
-    EARLY: tl.constexpr,
+    DIRECT: tl.constexpr, HALVES: tl.constexpr, AHEAD: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """As `up`, from act [rows, I] to part [S, M]. AHEAD (with EARLY): who owns a block was known
-    before `up` began, which asked for this launch after its own wait."""
+    """As `moe_up`, from act [blocks * BT, I] to part [S, M]. SORTED: `act` and `act_half` are
+    descriptors of whole and half blocks of rows. PROGRAMS 0: one tile a program, else so many
+    programs share them, in one loop (FLAT) or two. AHEAD (with EARLY): who owns a block was known
+    before `moe_up` began, which asked for this launch after its own wait."""
     if EARLY and not AHEAD:
         gdc_wait()
         gdc_launch_dependents()
@@ -383,34 +392,35 @@ def down(
     if PROGRAMS == 0:
         block = tl.program_id(0) // tiles
         tile = tl.program_id(0) % tiles
-        expert, slot = _owner(rows, blocks, ids, block, tokens, slots, num_experts,
-                              K, KP, BT, DIRECT)  # fmt: skip
+        expert, slot, first, live = _owner(rows, blocks, ids, block, tokens, slots, num_experts,
+                                    K, KP, BT, DIRECT)  # fmt: skip
         if expert >= 0:
             if HALVES:
-                if tl.load(rows + block * BT + HALF) >= slots:
-                    half = tl.load(rows + block * BT + tl.arange(0, HALF))
+                if live <= HALF:
+                    lane = tl.arange(0, HALF)
+                    half = tl.load(rows + first + lane, mask=lane < live, other=slots)
                     _down_tile(act_half, weights, part, half, slots, block * BT, expert, tile,
-                               M, INNER, HALF, BN, BK, SWAP, SORTED, SPLIT, AHEAD)  # fmt: skip
+                               M, INNER, HALF, BN, BK, SWAP, SORTED, AHEAD)  # fmt: skip
                 else:
                     _down_tile(act, weights, part, slot, slots, block * BT, expert, tile,
-                               M, INNER, BT, BN, BK, SWAP, SORTED, SPLIT, AHEAD)  # fmt: skip
+                               M, INNER, BT, BN, BK, SWAP, SORTED, AHEAD)  # fmt: skip
             else:
                 _down_tile(act, weights, part, slot, slots, block * BT, expert, tile,
-                           M, INNER, BT, BN, BK, SWAP, SORTED, SPLIT, AHEAD)  # fmt: skip
+                           M, INNER, BT, BN, BK, SWAP, SORTED, AHEAD)  # fmt: skip
         elif AHEAD:
             gdc_wait()  # what comes next waits for this launch alone
     else:
-        last = tl.load(blocks + max_blocks) * tiles
+        last = tl.load(blocks + max_blocks * FIELDS) * tiles
         for number in tl.range(tl.program_id(0), last, PROGRAMS, flatten=FLAT):
             block = number // tiles
-            expert = tl.load(blocks + block)
-            slot = tl.load(rows + block * BT + tl.arange(0, BT))
+            expert, slot, first, live = _owner(rows, blocks, ids, block, tokens, slots, num_experts,
+                                        K, KP, BT, DIRECT)  # fmt: skip
             _down_tile(act, weights, part, slot, slots, block * BT, expert, number % tiles,
-                       M, INNER, BT, BN, BK, SWAP, SORTED, SPLIT, AHEAD)  # fmt: skip
+                       M, INNER, BT, BN, BK, SWAP, SORTED, AHEAD)  # fmt: skip
 
 
 @triton.jit(do_not_specialize=SIZES)
-def join(
+def moe_join(
     out, part, ids, weights, num_experts,
     M: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, BN: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
@@ -429,3 +439,43 @@ def join(
     value = tl.load(at, mask=chosen[:, None] & (n < M)[None, :], other=0.0).to(tl.float32)
     total = tl.sum(value * weight[:, None], 0)
     tl.store(out + token * M + n, total.to(out.dtype.element_ty), mask=n < M)
+
+
+@triton.jit(do_not_specialize=SIZES)
+def moe_down_join(
+    out, act, down, ids, weights, slots, num_experts,
+    M: tl.constexpr, INNER: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, SP: tl.constexpr,
+    BT: tl.constexpr, BN: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """out[t, n] = sum over k of weights[t, k] * down[expert, n] . act[its row], in fp32, for the BN
+    channels of program (i, t). Rows are direct, blocks are slots (at most SP). All of the program's
+    weights, [KP, BN, D1 + D2], are asked for before `act` is waited for: who chose what was known
+    before `moe_up` began."""
+    t = tl.program_id(1)
+    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    k = tl.arange(0, KP)
+    d1 = tl.arange(0, D1)
+    d2 = D1 + tl.arange(0, D2)
+    expert = tl.load(ids + t * K + k, mask=k < K, other=-1).to(tl.int32)
+    chosen = (expert >= 0) & (expert < num_experts)
+    weight = tl.load(weights + t * K + k, mask=chosen, other=0.0)
+    s = tl.arange(0, SP)
+    others = tl.load(ids + s, mask=s < slots, other=-1).to(tl.int32)
+    block = tl.min(tl.where(others[None, :] == expert[:, None], s[None, :], SP - 1), 1)
+    row = down + (expert.to(tl.int64)[:, None] * M + n[None, :])[:, :, None] * INNER
+    there = chosen[:, None, None] & (n < M)[None, :, None]
+    down1 = tl.load(row + d1[None, None, :], mask=there, other=0.0, cache_modifier=".cg")
+    there = there & (d2 < INNER)[None, None, :]
+    down2 = tl.load(row + d2[None, None, :], mask=there, other=0.0, cache_modifier=".cg")
+    if EARLY:
+        gdc_wait()
+        gdc_launch_dependents()
+    at = act + (block * BT + t)[:, None] * INNER
+    act1 = tl.load(at + d1[None, :], mask=chosen[:, None], other=0.0)
+    act2 = tl.load(at + d2[None, :], mask=chosen[:, None] & (d2 < INNER)[None, :], other=0.0)
+    act1 = act1.to(tl.float32) * weight[:, None]
+    act2 = act2.to(tl.float32) * weight[:, None]
+    sum1 = tl.sum(down1.to(tl.float32) * act1[:, None, :], 0)
+    sum2 = tl.sum(down2.to(tl.float32) * act2[:, None, :], 0)
+    total = tl.sum(sum1, 1) + tl.sum(sum2, 1)
+    tl.store(out + t * M + n, total.to(out.dtype.element_ty), mask=n < M)

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from vitrail.ops.launch import launch
+from vitrail.ops.launch import launch_early
 
 WARP_CHANNELS = 512  # channels that a warp holds: two wide loads of bf16 a thread
 
@@ -39,7 +39,7 @@ def _norm(
     if not tokens:
         return out_TM, total_TM
     block = triton.next_power_of_2(channels)
-    launch(
+    launch_early(
         norm_kernel,
         (tokens,),
         x_TM.device,

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from vitrail.ops.launch import launch
 from vitrail.ops.resize.naive import Resample
 from vitrail.ops.resize.taps import FRACTION_BITS
 
@@ -31,7 +32,10 @@ def resized_patches(
     assert grid[0] * patch_size >= rows, f"{rows} rows in {grid[0]} patches"
     assert grid[1] * patch_size >= columns, f"{columns} columns in {grid[1]} patches"
     narrow = pixels_HW3.new_empty((height, columns, 3))
-    columns_kernel[(height, triton.cdiv(3 * columns, SAMPLES))](
+    launch(
+        columns_kernel,
+        (height, triton.cdiv(3 * columns, SAMPLES)),
+        narrow.device,
         pixels_HW3,
         narrow,
         *across,
@@ -43,7 +47,10 @@ def resized_patches(
     )
     features = 3 * patch_size**2
     out = pixels_HW3.new_empty((grid[0] * grid[1], features))
-    rows_kernel[(len(out),)](
+    launch(
+        rows_kernel,
+        (len(out),),
+        narrow.device,
         narrow,
         out,
         *down,

@@ -11,7 +11,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from vitrail.config.model import RopeScaling
-from vitrail.ops.launch import launch
+from vitrail.ops.launch import launch_early
 from vitrail.ops.rope.naive import Turning, turning
 
 TOKENS = 16  # of a program
@@ -27,7 +27,7 @@ def rope_table(
     turns = _turning(dim, theta, scaling, positions_T.device)
     tables = torch.empty((2, tokens, half), dtype=torch.float32, device=positions_T.device)
     if tokens:
-        launch(
+        launch_early(
             table_kernel,
             (triton.cdiv(tokens, TOKENS),),
             positions_T.device,
@@ -49,7 +49,7 @@ def _turning(dim: int, theta: float, scaling: RopeScaling | None, device: torch.
     return turning(dim, theta, scaling, device)
 
 
-@triton.jit(do_not_specialize=["tokens", "length"])
+@triton.jit(do_not_specialize=["tokens", "length"], do_not_specialize_on_alignment=["positions"])
 def table_kernel(
     positions,
     frequencies,

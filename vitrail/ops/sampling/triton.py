@@ -13,6 +13,7 @@ import triton.language as tl
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from vitrail.ops.launch import launch
 from vitrail.ops.sampling.naive import Filters
 
 BLOCK = 2048
@@ -274,10 +275,10 @@ def best_tokens(
     tokens_S = torch.empty(rows, dtype=torch.int64, device=device)
     finite_S = torch.empty(rows, dtype=torch.bool, device=device)
     many = triton.next_power_of_2(blocks)
-    _best_of_block[(rows, blocks)](
-        logits_SV, never_V, part, part_token, vocab, blocks, BLOCK, num_warps=NUM_WARPS
-    )
-    _best_of_row[(rows,)](part, part_token, tokens_S, finite_S, vocab, blocks, many, num_warps=1)
+    row = (logits_SV, never_V, part, part_token, vocab, blocks, BLOCK)
+    launch(_best_of_block, (rows, blocks), device, *row, num_warps=NUM_WARPS)
+    row = (part, part_token, tokens_S, finite_S, vocab, blocks, many)
+    launch(_best_of_row, (rows,), device, *row, num_warps=1)
     return tokens_S, finite_S
 
 
@@ -296,11 +297,11 @@ def draw_plain(
     mass = torch.empty_like(part)
     tokens_R = torch.empty(count, dtype=torch.int64, device=device)
     row = (x_SV, never_V, rows_R, temperature_R)
-    _mass_of_block[(count, blocks)](*row, part, mass, vocab, blocks, BLOCK, num_warps=NUM_WARPS)
+    block = (*row, part, mass, vocab, blocks, BLOCK)
+    launch(_mass_of_block, (count, blocks), device, *block, num_warps=NUM_WARPS)
     many = triton.next_power_of_2(blocks)
-    _draw_of_row[(count,)](
-        *row, u_R, part, mass, tokens_R, vocab, blocks, BLOCK, many, num_warps=NUM_WARPS
-    )
+    row = (*row, u_R, part, mass, tokens_R, vocab, blocks, BLOCK, many)
+    launch(_draw_of_row, (count,), device, *row, num_warps=NUM_WARPS)
     return tokens_R
 
 
@@ -316,7 +317,10 @@ def draw_filtered(
     x_SV = x_SV.contiguous()
     tokens_R = torch.empty_like(rows_R)
     columns = (rows_R, temperature_R, *filters, u_R)
-    _draw_filtered[(len(rows_R),)](
+    launch(
+        _draw_filtered,
+        (len(rows_R),),
+        x_SV.device,
         x_SV,
         never_V,
         *(c.contiguous() for c in columns),

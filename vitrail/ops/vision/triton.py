@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from vitrail.ops.launch import launch
 from vitrail.ops.vision import naive
 from vitrail.ops.vision.naive import Grids
 
@@ -47,8 +48,16 @@ def _normalised(patches_NF: Tensor, dtype: torch.dtype, width: int) -> Tensor:
     out = torch.empty((rows, width), dtype=dtype, device=patches_NF.device)
     if rows:
         grid = (triton.cdiv(rows * width, SAMPLES),)
-        normalise_kernel[grid](
-            patches_NF, out, rows * width, FEATURES=features, WIDTH=width, BLOCK=SAMPLES
+        launch(
+            normalise_kernel,
+            grid,
+            out.device,
+            patches_NF,
+            out,
+            rows * width,
+            FEATURES=features,
+            WIDTH=width,
+            BLOCK=SAMPLES,
         )
     return out
 
@@ -72,7 +81,10 @@ def add_positions(x_NM: Tensor, table_hwM: Tensor, grids: Grids) -> Tensor:
     assert x_NM.shape[0] == grids.num_patches, f"{x_NM.shape[0]} rows of {grids.num_patches}"
     height, width, channels = table_hwM.shape
     if grids.num_patches:
-        positions_kernel[(grids.num_patches,)](
+        launch(
+            positions_kernel,
+            (grids.num_patches,),
+            x_NM.device,
             x_NM,
             table_hwM,
             grids.edges,
@@ -161,7 +173,10 @@ def rope_tables(
     cos_NF = torch.empty((grids.num_patches, dim // 2), dtype=torch.float32, device=device)
     sin_NF = torch.empty_like(cos_NF)
     if grids.num_patches:
-        angles_kernel[(grids.num_patches,)](
+        launch(
+            angles_kernel,
+            (grids.num_patches,),
+            cos_NF.device,
             cos_NF,
             sin_NF,
             grids.edges,
@@ -221,7 +236,10 @@ def rotate_heads(
     assert all(t.is_contiguous() for t in (cos_NF, sin_NF)), "rows are dense"
     packed = interleaved and qkv_NHD.dtype == torch.bfloat16
     if rows:
-        rotate_kernel[(rows,)](
+        launch(
+            rotate_kernel,
+            (rows,),
+            qkv_NHD.device,
             qkv_NHD,
             qkv_NHD.view(torch.int32) if packed else qkv_NHD,
             cos_NF,
@@ -325,7 +343,10 @@ def _norm(
     delta, total = added or (x_NM, x_NM)
     assert all(t.is_contiguous() for t in (x_NM, delta, total, out)), "rows are dense"
     if rows:
-        norm_kernel[(rows,)](
+        launch(
+            norm_kernel,
+            (rows,),
+            x_NM.device,
             x_NM,
             delta,
             total,

@@ -13,7 +13,9 @@ from vitrail.models.gguf import ROPE_FACTORS, published_config
 from vitrail.models.registry import ARCHITECTURES
 from vitrail.weights.gguf import SUFFIX, GgufFile, GgufTensors, read
 
-FETCHED = ("*.json", "*.safetensors", "*.jinja", "tiktoken.model", "tokenizer.model")
+WEIGHTS = "*.safetensors"
+FETCHED = ("*.json", WEIGHTS, "*.jinja", "tiktoken.model", "tokenizer.model")
+ADAPTER = "adapter_config.json"
 MAX_FACTORS = 4096  # rotary frequencies of a head
 
 
@@ -31,17 +33,20 @@ class Checkpoint:
     gguf: GgufFile | None = None
 
 
-def open_checkpoint(model: str, revision: str | None = None) -> Checkpoint:
+def open_checkpoint(model: str, revision: str | None = None, *, weights: bool = True) -> Checkpoint:
     """The checkpoint behind the path of a folder, the path of a .gguf file (or of a folder with
-    one and no config.json), or a hub id. Raises `Refused` if there is none."""
+    one and no config.json), or a hub id, whose weights are fetched too unless `weights` is False.
+    Raises `Refused` if there is none."""
     folder = Path(model).expanduser()
     if folder.suffix == SUFFIX and folder.is_file():
         return _open_gguf(folder)
     if not folder.is_dir():
-        folder = _fetch(model, revision)
+        folder = _fetch(model, revision, weights)
     held = sorted(folder.glob(f"*{SUFFIX}"))
     if held and not (folder / "config.json").is_file():
         return _open_gguf(_only(held))
+    if (folder / ADAPTER).is_file() and not (folder / "config.json").is_file():
+        raise Refused(_adapter(folder))
     config = load_json(folder / "config.json")
     generation_file = folder / "generation_config.json"
     generation = load_json(generation_file) if generation_file.is_file() else {}
@@ -63,6 +68,16 @@ def open_checkpoint(model: str, revision: str | None = None) -> Checkpoint:
         config=config,
         generation=generation,
         revision=_revision(folder, names[0]),
+    )
+
+
+def _adapter(folder: Path) -> Finding:
+    return Finding(
+        where=f"{folder.name}: {ADAPTER}",
+        saw="a LoRA adapter, without the model it changes",
+        rule="adapters are not served: nothing would apply it, and the base model would answer",
+        change="merge it into its base model and serve that",
+        code="lora_adapter",
     )
 
 
@@ -135,11 +150,12 @@ def _revision(folder: Path, architecture: str) -> bytes:
     return digest.digest()
 
 
-def _fetch(model: str, revision: str | None) -> Path:
+def _fetch(model: str, revision: str | None, weights: bool) -> Path:
     from huggingface_hub import snapshot_download  # pyright: ignore[reportUnknownVariableType]
 
+    wanted = [name for name in FETCHED if weights or name != WEIGHTS]
     try:
-        return Path(snapshot_download(model, revision=revision, allow_patterns=list(FETCHED)))
+        return Path(snapshot_download(model, revision=revision, allow_patterns=wanted))
     except (ValueError, OSError) as error:  # a malformed id; a hub or network that says no
         raise Refused(
             Finding(
