@@ -2,6 +2,8 @@
 
 import contextlib
 import os
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.nightly.tree import job, setting, write_tree
+from vitrail.nightly import cage
 from vitrail.nightly.cage import Report
 from vitrail.nightly.records import Case, JobRecord, Night, load, merge, save
 from vitrail.nightly.run import baseline_of, judge, measured, run_job, run_night
@@ -237,3 +240,19 @@ def test_a_measure_that_is_slower_fails_its_test(tmp_path: Path):
     assert "takes 2.01 times" in group.sightings[0].cause.trace
     same = {"step": [0.7, 0.71, 0.69, 0.7, 0.7, 0.71]}
     assert run_job(made, setting(root, tmp_path, baseline=same), "x").outcome == "passed"
+
+
+def test_a_watcher_that_is_told_to_end_leaves_nothing(tmp_path: Path):
+    said = tmp_path / "pid"
+    code = f"import os, time; open({str(said)!r}, 'w').write(f'{{os.getpid()}} '); time.sleep(600)"
+    sleeper = [sys.executable, "-c", code]
+    command = [sys.executable, "-P", cage.__file__, "600", str(tmp_path / "report"), *sleeper]
+    watcher = subprocess.Popen(command)
+    deadline = time.monotonic() + 30
+    while not (said.exists() and said.read_text().endswith(" ")):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    watcher.terminate()
+    assert watcher.wait(timeout=15) == 1
+    assert not lives(int(said.read_text()))
+    assert not (tmp_path / "report").exists()
