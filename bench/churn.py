@@ -80,7 +80,9 @@ def flags() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--minutes", type=float, default=10)
     parser.add_argument("--running", type=int, default=200)
-    parser.add_argument("--cache-mb", type=int, default=64, help="MiB of keys and values")
+    parser.add_argument(
+        "--cache-mb", type=int, default=64, help="MiB of keys and values; pictures have an eighth"
+    )
     parser.add_argument("--warm-up", type=int, default=0, help="requests done before minutes count")
     return parser.parse_args()
 
@@ -94,7 +96,7 @@ def main() -> int:
         device="cpu",
         max_running=args.running,
         kv_cache_bytes=args.cache_mb << 20,
-        encoder_cache_bytes=8 << 20,
+        encoder_cache_bytes=(args.cache_mb << 20) // 8,
     )
     source = requests(llm, rng)
     live: set[str] = set()

@@ -314,6 +314,9 @@ def test_names_are_kept(a: str, b: str):
 
 
 def test_frames_of_pytest_are_left_out_of_what_is_shown():
+    stack = CAUSES["segfault"][0].trace
+    assert "test_moe_triton.py" in stack
+    assert "_pytest" not in stack
     shown = trimmed(PARITY).splitlines()
     assert "runner.py" not in trimmed(PARITY)
     assert shown[0] == "Traceback (most recent call last):"

@@ -20,6 +20,8 @@ ERROR = re.compile(r"^(?:E\s+)?((?:\w+\.)*[A-Z]\w*)(?:: (.*))?$")
 CHAINED = "The above exception was the direct cause of the following exception:"
 HANDLING = "During handling of the above exception, another exception occurred:"
 
+# frames of a stack that say how a test was called
+RUNNER = re.compile(r'^\s*File "([^"\n]*/(_pytest|pluggy|jaxtyping|pytest)/|<frozen runpy>)')
 MEMORY = re.compile(r"MemoryError|out of memory|cannot allocate memory|\bgrew\b", re.I)
 LATE = re.compile(r"^(Timeout(Error|Expired)?\b|Failed: Timeout)|timed out", re.I)
 OUTSIDE = re.compile(
@@ -108,17 +110,18 @@ def cause_of_attempt(attempt: Attempt) -> Cause:
     """Of a process that hung, crashed or was lost: its stacks, if it wrote any, are in its tail."""
     stack = _dumped(attempt.tail)
     frame = str(_ours(stack) or "")
+    shown = "\n".join(line for line in attempt.tail.splitlines() if not RUNNER.match(line))
     if attempt.outcome == "hang":
-        return Cause("hang", "no end within its limit", frame, attempt.tail)
+        return Cause("hang", "no end within its limit", frame, shown)
     if attempt.outcome == "lost":
         read = _read(attempt.tail)
         title = read.title if ERROR.match(read.title) else attempt.why
-        return Cause("infrastructure", title, read.frame, attempt.tail)
+        return Cause("infrastructure", title, read.frame, shown)
     # SIGKILL that the cage did not send is the kernel's, out of memory
     kind: Kind = "memory" if attempt.code == -9 else "crash"
     said = [line for line in attempt.tail.splitlines() if line.startswith("Fatal Python error")]
     title = said[-1] if said else f"{attempt.why}"
-    return Cause(kind, title if said else title.replace(", no report", ""), frame, attempt.tail)
+    return Cause(kind, title if said else title.replace(", no report", ""), frame, shown)
 
 
 def _read(trace: str) -> Cause:
