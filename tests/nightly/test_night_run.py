@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from datetime import date
 from pathlib import Path
 
 import pytest
@@ -13,9 +14,10 @@ import pytest
 from tests.nightly.tree import job, setting, write_tree
 from vitrail.nightly import cage
 from vitrail.nightly.cage import Report
+from vitrail.nightly.digest import markdown, page
 from vitrail.nightly.records import Case, JobRecord, Night, load, merge, save
 from vitrail.nightly.run import baseline_of, judge, measured, run_job, run_night
-from vitrail.nightly.triage import grouped
+from vitrail.nightly.triage import grouped, triage
 
 HANG = """
 import subprocess, sys, time
@@ -112,8 +114,10 @@ def test_a_hang_is_ended_with_its_children_wherever_they_are(night):
         assert time.monotonic() < deadline, alive
         time.sleep(0.05)
     attempt = records["test_hang.py"].attempts[0]
-    assert len(attempt.strays) >= 4
+    assert len(attempt.strays) == 4
     assert attempt.code is None
+    text = markdown(page(triage(one(records["test_hang.py"]), None, (), date.today(), root)))
+    assert "how it ended: `not done after 6 s; ended with 4 processes`" in text
     (group,) = grouped(one(records["test_hang.py"]))
     assert (group.kind, group.frame) == ("hang", "tests/test_hang.py:test_waits")
 

@@ -100,6 +100,8 @@ def _group(group: Group) -> list[Block]:
         ("one-file repro", next((s.repro for s in group.sightings if s.repro), "none")),
         ("by hand", f"python -m pytest --nightly {_quoted(tests[0])}"),
     ]
+    if first.record.outcome != "failed":
+        points.append(("how it ended", first.record.why))
     if group.risk:
         points.append(("risk of a change there", group.risk))
     if group.issue is not None:
