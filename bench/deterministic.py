@@ -204,7 +204,7 @@ def rates(engine: Engine, name: str, runs: int = 2) -> dict[str, float]:
 def cost(layers: int) -> None:
     """Of the whole shape, or of some of its layers."""
     found: list[dict[str, float]] = []
-    for mode in (False, True):
+    for mode in (True, False):
         vision = VISION | {"num_hidden_layers": 1}
         engine = start(
             TEXT | {"num_hidden_layers": layers},
@@ -220,7 +220,7 @@ def cost(layers: int) -> None:
         del engine
         gc.collect()
         torch.cuda.empty_cache()
-    without, with_mode = found
+    with_mode, without = found
     print("cost: " + ", ".join(f"{k} {without[k] / with_mode[k]:.2f} x" for k in without))
 
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from bench.kimi_shape import write_shape
+from bench.kimi_vl_shape import write_published
 from PIL import Image
 
 from vitrail import LLM, SamplingParams
@@ -77,9 +77,13 @@ def main() -> int:
     parser.add_argument("--workers", type=int, default=12)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        path = write_shape(Path(folder))
+        write_published(Path(folder))
         llm = LLM(
-            path, weights="random", device="cuda", max_model_len=12_288, image_workers=args.workers
+            folder,
+            weights="random",
+            device="cuda",
+            max_model_len=12_288,
+            image_workers=args.workers,
         )
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}", flush=True)
     check(llm)

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from vitrail.attention.backends.triton import launches
 from vitrail.attention.plan import (
     REFERENCE_KEY_BYTES,
     REFERENCE_SCORE_BYTES,
@@ -215,3 +216,20 @@ def test_planning_needs_no_torch():
         "assert not {'torch', 'triton', 'cutlass'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+@pytest.mark.parametrize("latent_rank", [0, 512])
+def test_one_kernel_serves_prompts_and_decodes_where_decodes_extend(latent_rank: int):
+    """Deterministic: whatever the bucket, a row's keys are read by the same code in the same tiles,
+    never split, in one loop."""
+    latent = {"num_kv_heads": 1, "head_dim": 576, "head_dim_v": 512, "latent_rank": 512}
+    site = replace(SITE, num_q_heads=16, **(latent if latent_rank else {}))
+    limits = replace(
+        LIMITS, dtype="bfloat16", max_q_len=8192, batch_invariant=True, decodes_extend=True
+    )
+    table = make_table([(site, Phase.EXTEND), (site, Phase.DECODE)], limits, GPU, "triton")
+    assert len({repr(launches(plan)) for plan in table}) == 1
+    made = table.select(site, Phase.DECODE, 3, 700)
+    assert made == table.select(site, Phase.EXTEND, 3, 700)
+    assert made.max_splits == 1
+    assert not launches(made)[0].constants["PEELED"]

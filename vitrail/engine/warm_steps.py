@@ -27,6 +27,7 @@ from vitrail.check.sizes import graph_sizes, stored_specs
 from vitrail.config.engine import EngineConfig
 from vitrail.config.model import DType, ModelConfig
 from vitrail.engine.batch import BatchBuilder
+from vitrail.engine.deterministic import model_of
 from vitrail.engine.floors import Shapes
 from vitrail.engine.graphs import DecodeGraphs, Graph, GraphParts
 from vitrail.engine.parcel import Door
@@ -107,7 +108,7 @@ def begin(config: EngineConfig, checkpoint: Checkpoint) -> Ahead:
         return Ahead()
     from vitrail.attention.backends.kept import noted  # Triton's disk, which a CPU has not
 
-    name = f"decode steps {sizes} {shapes} {config.page_size}"
+    name = f"decode steps {sizes} {shapes} {config.page_size} {config.deterministic}"
     if noted(name):
         return Ahead()
     with torch.device("meta"):
@@ -140,8 +141,7 @@ def run_steps(config: EngineConfig, checkpoint: Checkpoint, sizes: Sequence[int]
     shapes, hardware, device = placed(config, checkpoint)
     entry = load_entry(checkpoint.architecture)
     small, dtype = _small(shapes)
-    with torch.device("meta"):
-        model = entry.build(small, dtype)
+    model = model_of(config, entry, small, dtype, device)
     load.randomize(entry.weight_map(small), cast(nn.Module, model), device, config.seed)
     limits = PlanLimits(
         dtype=dtype,

@@ -14,7 +14,9 @@ from vitrail.layers.attention import ONE_FORM, MlaForms
 def fix_order(model: nn.Module) -> None:
     """Every module of `model` that has a choice, from now on. Before its sites are asked for."""
     for module in model.modules():
+        choices: dict[str, object] = {}
         if hasattr(module, "fixed"):
-            module.fixed = True
+            choices["fixed"] = True
         if isinstance(getattr(module, "forms", None), MlaForms):
-            module.forms = ONE_FORM
+            choices["forms"] = ONE_FORM
+        vars(module).update(choices)
