@@ -120,9 +120,12 @@ def _neighbour(
     if kind == 0:
         return request(rng, ids, 2 * int(rng.integers(2, 12)), image, output, seed=int(ids[0]))
     if kind == 1:
-        shared = asked.prompt_token_ids[: 1 + len(ids)]
+        (picture,) = asked.images
+        end, cut = picture.offset + picture.num_tokens, 1 + len(ids)
+        whole = cut >= end  # a picture is shared whole or not at all
+        shared = asked.prompt_token_ids[: cut if whole else min(cut, picture.offset)]
         made = request(rng, [*shared, *ids], 0, image, output, seed=3)
-        return msgspec.structs.replace(made, images=asked.images if image in shared else [])
+        return msgspec.structs.replace(made, images=asked.images if whole else [])
     return request(rng, ids, 0, image, output, seed=7)
 
 

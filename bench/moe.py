@@ -22,7 +22,7 @@ from vitrail.ops.moe import fused
 from vitrail.ops.moe.grouped import grouped_experts
 from vitrail.ops.moe.naive import Routing, naive_experts, naive_route
 from vitrail.ops.moe.plan import Choice, ExpertsShape, direct, experts_plan
-from vitrail.ops.moe.tile import ExpertsPlan, Joined, Tile
+from vitrail.ops.moe.tile import ExpertsPlan, Tile
 
 DEVICE, DTYPE = torch.device("cuda"), torch.bfloat16
 HIDDEN, INNER, ROUTED, TOP_K, SHARED = 2048, 1408, 64, 6, 2
@@ -257,9 +257,6 @@ def shown(tile: Tile) -> str:
 
 def tune(batches: list[Batch]) -> None:
     tokens = len(batches[0].x)
-    for bn, warps in ((1, 2), (1, 4), (2, 4), (2, 8)) if tokens <= 2 else ():
-        up, down = Tile(bn=64, bk=64, stages=4, warps=4), Joined(bn=bn, warps=warps)
-        measure(f"joined {bn} {warps} warps", batches, ExpertsPlan(bt=16, up=up, down=down))
     for bt in BLOCKS[tokens]:
         for product, share in PRODUCTS.items():
             found: list[tuple[float, Tile]] = []

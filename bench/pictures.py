@@ -18,9 +18,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from bench.kimi_vl_shape import write_published
 from PIL import Image
 
+from bench.kimi_vl_shape import write_published
 from vitrail import LLM, SamplingParams
 from vitrail.bench.offline import Drive
 from vitrail.bench.record import figures

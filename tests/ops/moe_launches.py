@@ -32,7 +32,6 @@ NAMES = (
     "moe_up",
     "moe_down",
     "moe_join",
-    "moe_down_join",
 )
 TYPES = {
     torch.bfloat16: "bf16",

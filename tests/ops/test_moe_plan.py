@@ -19,7 +19,7 @@ from vitrail.ops.moe.plan import (
     max_blocks,
     router_tiles,
 )
-from vitrail.ops.moe.tile import ExpertsPlan, Joined, Tile
+from vitrail.ops.moe.tile import ExpertsPlan, Tile
 
 KIMI = ExpertsShape(2048, 1408, 66, 8)
 SHAPES = (KIMI, ExpertsShape(2048, 704, 66, 8), ExpertsShape(7168, 2048, 257, 9))
@@ -43,8 +43,6 @@ def test_stages_fit_in_shared_memory(gpu):
             assert smem_bytes(plan, plan.up, 2) <= gpu.smem_per_block_bytes
             assert gpu.cc >= 90 or not plan.early
             assert plan.up.stages >= 2
-            if isinstance(plan.down, Joined):
-                continue
             assert smem_bytes(plan, plan.down, 1) <= gpu.smem_per_block_bytes
             assert plan.down.stages >= 2
             assert plan.down.programs in (0, gpu.num_sms)
@@ -56,19 +54,6 @@ def test_a_plan_depends_on_its_arguments_alone_and_changes_rarely():
     changes = sum(a != b for a, b in zip(plans, plans[1:], strict=False))
     assert changes <= 10
     assert experts_plan(100, KIMI, gpu) == experts_plan(100, KIMI, gpu)
-
-
-def test_joined_products_take_few_choices_of_many_experts():
-    """Whatever the shape: a layer with fewer experts, or more of them a token, has another plan."""
-    gpu = find("H200")
-    assert isinstance(experts_plan(1, KIMI, gpu).down, Joined)
-    for shape in (KIMI._replace(top_k=40), KIMI._replace(experts=4, top_k=3)):
-        for tokens in SIZES[:4]:
-            plan = experts_plan(tokens, shape, gpu)
-            slots = tokens * shape.top_k
-            fits = slots <= min(32, shape.experts)
-            assert fits or not isinstance(plan.down, Joined)
-            assert direct(tokens, slots, shape.experts, plan) in (0, 1, 2, 3)
 
 
 def test_a_gpu_without_measurements_follows_the_rule():

@@ -9,7 +9,7 @@ import torch
 from vitrail.ops.moe.fused import place, triton_experts, triton_route
 from vitrail.ops.moe.naive import Routing, naive_experts, naive_route, route
 from vitrail.ops.moe.plan import Choice, max_blocks
-from vitrail.ops.moe.tile import ExpertsPlan, Joined, Tile
+from vitrail.ops.moe.tile import ExpertsPlan, Tile
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs them compiled")
 FEW = Tile(bn=16, bk=16, stages=2, warps=4)
@@ -168,26 +168,6 @@ def test_states_that_are_no_numbers_stay_with_their_tokens() -> None:
     got = triton_experts(x.float(), bad, gate_up, down, PLANS["few"], placed)
     assert got[good].isfinite().all()
     assert not got[[5, 39]].isfinite().any()
-
-
-@pytest.mark.parametrize("bn", [1, 2, 8])
-@pytest.mark.parametrize(("tokens", "top_k"), [(1, 8), (2, 6), (4, 8), (5, 3)])
-def test_few_tokens_are_joined_where_their_channels_are_made(
-    tokens: int, top_k: int, bn: int
-) -> None:
-    """Also where tokens share experts, and where a choice is nobody's."""
-    gate_up, down = weights(33, 24, 40)
-    plan = ExpertsPlan(bt=16, up=FEW, down=Joined(bn=bn, warps=2), early=False)
-    x, chosen = torch.randn(tokens, 24), routed(tokens, 33, top_k)
-    chosen.expert_ids[:, -1] = 32
-    want = naive_experts(x, chosen, gate_up, down)
-    got = triton_experts(x, chosen, gate_up, down, plan)
-    torch.testing.assert_close(got, want, atol=TOLERANCE, rtol=TOLERANCE)
-    chosen.expert_ids[-1, 0], chosen.weights[-1, 0] = -1, torch.nan
-    got = triton_experts(x, chosen, gate_up, down, plan)
-    chosen.weights[-1, 0] = 0
-    want = naive_experts(x, chosen, gate_up, down)
-    torch.testing.assert_close(got, want, atol=TOLERANCE, rtol=TOLERANCE)
 
 
 def test_the_first_of_equal_scores_is_chosen() -> None:

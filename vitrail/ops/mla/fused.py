@@ -16,7 +16,7 @@ MAX_UNROLLED = 4  # tokens that take turns over weights in registers; more are r
 MATRIX_ROWS = 16  # the fewest
 R_BLOCK = 64
 E_BLOCK = 16
-MAX_VALUE_TOKENS = 512  # beyond, the batched product of the library
+MAX_VALUE_TOKENS = 128  # beyond, the batched product of the library
 
 
 class Tile(NamedTuple):

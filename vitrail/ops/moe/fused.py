@@ -28,7 +28,7 @@ from vitrail.ops.moe.plan import (
     power_of_2,
     router_tiles,
 )
-from vitrail.ops.moe.tile import ExpertsPlan, Joined, Tile
+from vitrail.ops.moe.tile import ExpertsPlan, Tile
 
 ROUTER_BK = 64  # channels of a span that are multiplied at once
 WIDE = 1024  # channels that a program of `moe_join` adds
@@ -177,8 +177,6 @@ def triton_experts(
     ids_TK, experts = routing.expert_ids, len(down_XMI)
     placed = placed or place(ids_TK, experts, plan)
     act_RI = run_up(x_TM, gate_up_XFM, ids_TK, placed, plan)
-    if isinstance(plan.down, Joined):
-        return run_down_join(act_RI, down_XMI, routing, plan.down, plan)
     part_SM = run_down(act_RI, down_XMI, ids_TK, placed, plan.down, plan)
     return join(part_SM, routing, experts, plan)
 
@@ -279,43 +277,6 @@ def run_down(
         **_options(down, plan, placed, ids_TK.shape[1]),
     )
     return part_SM
-
-
-def run_down_join(
-    act_RI: Float[Tensor, "R I"],
-    down_XMI: Float[Tensor, "X M I"],
-    routing: Routing,
-    down: Joined,
-    plan: ExpertsPlan,
-) -> Float[Tensor, "T M"]:
-    """`run_down` and `join` of few tokens."""
-    experts, hidden, inner = down_XMI.shape
-    (tokens, top_k), slots = routing.expert_ids.shape, routing.expert_ids.numel()
-    most = 1 << inner.bit_length() - 1
-    out_TM = act_RI.new_empty((tokens, hidden))
-    _run(
-        kernels.moe_down_join,
-        (-(-hidden // down.bn), tokens),
-        out_TM,
-        act_RI,
-        down_XMI,
-        routing.expert_ids,
-        routing.weights,
-        slots,
-        experts,
-        M=hidden,
-        INNER=inner,
-        K=top_k,
-        KP=power_of_2(top_k),
-        SP=power_of_2(slots),
-        BT=plan.bt,
-        BN=down.bn,
-        D1=most,
-        D2=power_of_2(max(16, inner - most)),
-        num_warps=down.warps,
-        **_early(plan.early),
-    )
-    return out_TM
 
 
 def join(

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from vitrail.config.hardware import Hardware
 from vitrail.ops.moe.table import MEASURED
-from vitrail.ops.moe.tile import ExpertsPlan, Joined, Tile
+from vitrail.ops.moe.tile import ExpertsPlan, Tile
 
 # Row strides that descriptors, and torch's grouped product, take.
 ALIGN_BYTES = 16
@@ -17,8 +17,6 @@ ITEM_BYTES = 2  # bf16
 SPARE_BYTES = 2048
 # Slots that a program of the sort takes at once; how many it takes alone.
 SORT_CHUNK, SORT_ALONE = 512, 2048
-# Choices of a batch that `Joined` takes.
-JOINED_SLOTS = 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,13 +52,7 @@ def experts_plan(tokens: int, shape: ExpertsShape, gpu: Hardware) -> ExpertsPlan
     """What was measured to be quickest on this GPU for these channels, else the rule."""
     for (name, hidden, inner), rows in MEASURED.items():
         if name in gpu.name and (hidden, inner) == (shape.hidden, shape.inner):
-            slots = tokens * shape.top_k
-            return next(
-                plan
-                for most, plan in rows
-                if (most is None or tokens <= most)
-                and (not isinstance(plan.down, Joined) or slots <= min(JOINED_SLOTS, shape.experts))
-            )
+            return next(plan for most, plan in rows if most is None or tokens <= most)
     return default_plan(tokens, shape, gpu)
 
 
@@ -106,9 +98,6 @@ def router_tiles(tokens: int, hidden: int, fixed: bool = False) -> RouterTiles:
 def direct(tokens: int, slots: int, num_experts: int, plan: ExpertsPlan) -> int:
     """0: slots are placed. Where all tokens fit in one block they need not be; then blocks are
     experts (1), or slots (2; of one token 3) where there are fewer."""
-    if isinstance(plan.down, Joined):
-        assert slots <= min(JOINED_SLOTS, num_experts), (slots, num_experts)
-        return 3 if tokens == 1 else 2
     if plan.fixed or tokens > plan.bt or plan.down.sorted or plan.down.programs:
         return 0
     return 1 if slots > num_experts else 3 if tokens == 1 else 2

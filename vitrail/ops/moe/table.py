@@ -4,27 +4,11 @@ to so many tokens (None: any number)."""
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from vitrail.ops.moe.tile import ExpertsPlan, Joined, Tile
+from vitrail.ops.moe.tile import ExpertsPlan, Tile
 
 # Kimi-VL-A3B: 64 experts, 6 a token, and 2 shared ones.
 _LARGE = Tile(bn=256, bk=64, stages=4, warps=8, swap=False, sorted=True, programs=132, flat=True)
 _H200_KIMI: tuple[tuple[int | None, ExpertsPlan], ...] = (
-    (
-        1,
-        ExpertsPlan(
-            bt=16,
-            up=Tile(bn=64, bk=64, stages=4, warps=4),
-            down=Joined(bn=2, warps=4),
-        ),
-    ),
-    (
-        2,
-        ExpertsPlan(
-            bt=16,
-            up=Tile(bn=64, bk=64, stages=4, warps=4),
-            down=Tile(bn=64, bk=128, stages=3, warps=4, ahead=True),
-        ),
-    ),
     (
         16,
         ExpertsPlan(

@@ -31,21 +31,12 @@ class Tile:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Joined:
-    """Down and the weighted sum in one, for so few tokens that each reads its experts by itself: BN
-    output channels of one token a program."""
-
-    bn: int
-    warps: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertsPlan:
     """`bt`: rows of a block. `early`: each launch may start while the one before it runs. `fixed`:
     neither the router's tiles nor how rows are placed depend on how many there are."""
 
     bt: int
     up: Tile
-    down: Tile | Joined
+    down: Tile
     early: bool = True
     fixed: bool = False

@@ -10,8 +10,6 @@ are bounds, and programs beyond the blocks end.
 
 The order of slots within an expert's rows is any: what comes of a row depends on that row alone.
 
-Where tokens are very few, `moe_down_join` is both: a program owns its channels over all choices.
-
 Few tokens (at most BT) need no placing: a token's row is its number, and a block is an expert's
 (DIRECT 1: as many blocks as experts) or a slot's (DIRECT 2: as many as slots; the first slot that
 chose an expert runs it for all tokens; DIRECT 3: of one token, where every slot does).
@@ -439,43 +437,3 @@ def moe_join(
     value = tl.load(at, mask=chosen[:, None] & (n < M)[None, :], other=0.0).to(tl.float32)
     total = tl.sum(value * weight[:, None], 0)
     tl.store(out + token * M + n, total.to(out.dtype.element_ty), mask=n < M)
-
-
-@triton.jit(do_not_specialize=SIZES)
-def moe_down_join(
-    out, act, down, ids, weights, slots, num_experts,
-    M: tl.constexpr, INNER: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, SP: tl.constexpr,
-    BT: tl.constexpr, BN: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, EARLY: tl.constexpr,
-):  # fmt: skip
-    """out[t, n] = sum over k of weights[t, k] * down[expert, n] . act[its row], in fp32, for the BN
-    channels of program (i, t). Rows are direct, blocks are slots (at most SP). All of the program's
-    weights, [KP, BN, D1 + D2], are asked for before `act` is waited for: who chose what was known
-    before `moe_up` began."""
-    t = tl.program_id(1)
-    n = tl.program_id(0) * BN + tl.arange(0, BN)
-    k = tl.arange(0, KP)
-    d1 = tl.arange(0, D1)
-    d2 = D1 + tl.arange(0, D2)
-    expert = tl.load(ids + t * K + k, mask=k < K, other=-1).to(tl.int32)
-    chosen = (expert >= 0) & (expert < num_experts)
-    weight = tl.load(weights + t * K + k, mask=chosen, other=0.0)
-    s = tl.arange(0, SP)
-    others = tl.load(ids + s, mask=s < slots, other=-1).to(tl.int32)
-    block = tl.min(tl.where(others[None, :] == expert[:, None], s[None, :], SP - 1), 1)
-    row = down + (expert.to(tl.int64)[:, None] * M + n[None, :])[:, :, None] * INNER
-    there = chosen[:, None, None] & (n < M)[None, :, None]
-    down1 = tl.load(row + d1[None, None, :], mask=there, other=0.0, cache_modifier=".cg")
-    there = there & (d2 < INNER)[None, None, :]
-    down2 = tl.load(row + d2[None, None, :], mask=there, other=0.0, cache_modifier=".cg")
-    if EARLY:
-        gdc_wait()
-        gdc_launch_dependents()
-    at = act + (block * BT + t)[:, None] * INNER
-    act1 = tl.load(at + d1[None, :], mask=chosen[:, None], other=0.0)
-    act2 = tl.load(at + d2[None, :], mask=chosen[:, None] & (d2 < INNER)[None, :], other=0.0)
-    act1 = act1.to(tl.float32) * weight[:, None]
-    act2 = act2.to(tl.float32) * weight[:, None]
-    sum1 = tl.sum(down1.to(tl.float32) * act1[:, None, :], 0)
-    sum2 = tl.sum(down2.to(tl.float32) * act2[:, None, :], 0)
-    total = tl.sum(sum1, 1) + tl.sum(sum2, 1)
-    tl.store(out + t * M + n, total.to(out.dtype.element_ty), mask=n < M)
