@@ -1,7 +1,7 @@
 """Does anything grow? 200 requests of the demo model at once, with pictures, aborts and repeats,
 for minutes; resident memory is read all along. The caches are small, so that they are soon full.
 
-    python bench/churn.py [--minutes 10] [--running 200]
+    python bench/churn.py [--minutes 10] [--running 200] [--cache-mb 64] [--warm-up 0]
 
 Reads both what the process holds (resident) and what it has asked for and not given back (in use,
 from the C allocator): the first may creep for a while as free memory is cut into pieces, the second
@@ -76,19 +76,27 @@ def requests(llm: LLM, rng: random.Random) -> Iterator[EngineRequest]:
         yield from llm.preparer.requests(prompt, params, f"churn-{number}")
 
 
-def main() -> int:
+def flags() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--minutes", type=float, default=10)
     parser.add_argument("--running", type=int, default=200)
-    args = parser.parse_args()
+    parser.add_argument(
+        "--cache-mb", type=int, default=64, help="MiB of keys and values; pictures have an eighth"
+    )
+    parser.add_argument("--warm-up", type=int, default=0, help="requests done before minutes count")
+    return parser.parse_args()
+
+
+def main() -> int:
+    args = flags()
     torch.set_num_threads(1)
     rng = random.Random(0)
     llm = LLM(
         DEMO,
         device="cpu",
         max_running=args.running,
-        kv_cache_bytes=64 << 20,
-        encoder_cache_bytes=8 << 20,
+        kv_cache_bytes=args.cache_mb << 20,
+        encoder_cache_bytes=(args.cache_mb << 20) // 8,
     )
     source = requests(llm, rng)
     live: set[str] = set()
@@ -96,7 +104,9 @@ def main() -> int:
     samples: list[dict[str, float]] = []
     began = report = time.monotonic()
     print(f"{platform.machine()}, {os.cpu_count()} cpus, {args.running} at once")
-    while time.monotonic() - began < 60 * args.minutes:
+    while done < args.warm_up or time.monotonic() - began < 60 * args.minutes:
+        if done < args.warm_up:
+            began = report = time.monotonic()
         while len(live) < args.running:
             request = next(source)
             llm.engine.add(request)

@@ -41,15 +41,20 @@ if not torch.cuda.is_available():
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--nightly", action="store_true", help="also run what CI has no time for")
+    parser.addoption("--checkpoint", help="a model to be asked multiple-choice questions")
+    parser.addoption("--questions", help="the questions, a JSONL file")
+    parser.addoption("--style", default="letters", help="letters or words: how choices are put")
+    parser.addoption("--at-least", default="0", help="the share of right answers that it must have")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     no_gpu = pytest.mark.skip(reason="needs a CUDA device; torch sees none")
     no_night = pytest.mark.skip(reason="longer than CI allows; run with --nightly")
     for item in items:
-        if "gpu" in item.keywords and not torch.cuda.is_available():
+        # marks, not keywords: those hold the names of folders too
+        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(no_gpu)
-        if "nightly" in item.keywords and not config.getoption("--nightly"):
+        if item.get_closest_marker("nightly") and not config.getoption("--nightly"):
             item.add_marker(no_night)
 
 

@@ -72,6 +72,24 @@ BENCH = {
     "offline": ENGINE | WORKLOAD | PROFILE,
     "vision": ENGINE | {"--mix", "--runs", "--json"},
 }
+NIGHTLY = {
+    "--suite",
+    "--only",
+    "--root",
+    "--list",
+    "--shard",
+    "--out",
+    "--against",
+    "--baseline",
+    "--known",
+    "--read",
+    "--bisect",
+    "--commits",
+    "--model",
+    "--questions",
+    "--style",
+    "--at-least",
+}
 FLAGS = {
     "serve": {"--host", "--port", "--served-model-name", "--http"} | PROFILE,
     "generate": {"--image", "--max-tokens", "--temperature"},
@@ -96,6 +114,7 @@ def vitrail(*args: str, said: str = "", **env: str) -> subprocess.CompletedProce
 def test_the_flags_are_frozen():
     """A new flag is a decision: it is written here too."""
     commands = commands_of(parser())
+    assert flags_of(commands.pop("nightly")) == NIGHTLY
     bench = commands_of(commands.pop("bench"))
     assert set(commands) == set(FLAGS)
     for name, command in commands.items():

@@ -17,6 +17,7 @@ TORCH_FREE = (
     "vitrail.server.app",
     *(f"vitrail.models.{m}" for m in ("assets", "checkpoint", "gguf", "reading", "registry")),
     *(f"vitrail.bench.{m}" for m in ("flags", "serve", "workload")),
+    *(f"vitrail.nightly.{p.stem}" for p in sorted((PACKAGE / "nightly").glob("[a-z]*.py"))),
     "vitrail.models.kimi_vl.processor",
     "vitrail.ops.resize.taps",
     "vitrail.models.nvila.processor",

@@ -47,6 +47,7 @@ def test_kernels_take_no_more_than_planned(gpu):
     assert all(taken["registers"] > 0 for taken in result["taken"].values())
 
 
+@pytest.mark.suite("kernels", minutes=10, owner="attention")
 @pytest.mark.nightly
 @pytest.mark.parametrize("gpu", ["A100", "L40S", "H200", "B200", "B300", "RTX 5090"])
 def test_kernels_of_every_site_and_gpu(gpu):

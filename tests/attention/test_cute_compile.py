@@ -70,6 +70,7 @@ def test_what_does_not_compile_is_a_finding():
     assert "KeyError: 24" in found.saw
 
 
+@pytest.mark.suite("kernels", minutes=10, owner="attention")
 @pytest.mark.nightly
 @pytest.mark.parametrize("page", [1, 4, 8, 16, 32, 64, 128, 256])
 def test_every_page_and_head(page: int):

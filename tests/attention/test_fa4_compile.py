@@ -83,6 +83,7 @@ def test_kernels_take_what_is_planned(gpu):
     check(result)
 
 
+@pytest.mark.suite("kernels", minutes=15, owner="attention")
 @needs_it
 @pytest.mark.nightly
 @pytest.mark.timeout(1200)

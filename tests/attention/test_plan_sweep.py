@@ -25,6 +25,8 @@ from vitrail.attention.tiles import (
 )
 from vitrail.config.hardware import GPUS, find
 
+pytestmark = pytest.mark.suite("kernels", minutes=2, owner="attention")
+
 
 @pytest.mark.parametrize("name", KERNEL_BACKENDS)
 def test_every_plan_is_legal(name):

@@ -114,6 +114,7 @@ def test_without_compilers_nothing_is_told(monkeypatch: pytest.MonkeyPatch) -> N
     assert ask(TEXT / "qwen2", CPU).exit_code == 0
 
 
+@pytest.mark.suite("kernels", minutes=5, owner="check")
 @pytest.mark.nightly
 def test_a_models_kernels_are_compiled_for_a_gpu_that_is_not_here(tmp_path: Path) -> None:
     """In a process of its own, because this one runs kernels in the interpreter."""

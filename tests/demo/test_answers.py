@@ -10,6 +10,8 @@ from PIL import Image, ImageDraw, ImageFont
 from vitrail import LLM, SamplingParams
 from vitrail.cli import DEMO, DEMO_PICTURE, DEMO_QUESTION
 
+pytestmark = pytest.mark.suite("accuracy", minutes=1, owner="demo")
+
 GREEDY = SamplingParams(temperature=0, max_tokens=32)
 COLOURS = {"red": (220, 40, 40), "blue": (60, 90, 220), "yellow": (235, 205, 40)}
 

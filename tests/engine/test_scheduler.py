@@ -260,6 +260,7 @@ def test_c20_no_page_leaks_over_mixed_chunks_and_aborts():
     assert sum(rig.reason(r) is FinishReason.ABORT for r in rig.requests) > 20
 
 
+@pytest.mark.suite("soak", minutes=1, owner="engine")
 @pytest.mark.nightly
 def test_c20_no_page_leaks_over_500_requests_of_700_tokens():
     _churn(2, count=500, longest=700, page_size=16, check_every=50)

@@ -17,7 +17,10 @@ from vitrail.config.finding import accept
 from vitrail.config.hardware import from_device
 from vitrail.config.model import KvScales
 
-pytestmark = pytest.mark.gpu
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.suite("kernels", minutes=5, owner="attention", gpus=1),
+]
 CUDA = torch.device("cuda")
 
 

@@ -23,7 +23,11 @@ from vitrail.vision.siglip import Siglip
 from vitrail.weights import load
 
 # cutlass warns of its own names while it compiles
-pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.suite("soak", minutes=3, owner="check", gpus=1),
+]
 
 VISION = {
     "patch_size": 14,

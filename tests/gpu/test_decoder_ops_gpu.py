@@ -6,7 +6,10 @@ import torch
 
 from vitrail.cache.kv_pool import quantized
 
-pytestmark = pytest.mark.gpu
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.suite("kernels", minutes=3, owner="ops", gpus=1),
+]
 OPS = (
     "rms_norm",
     "add_rms_norm",

@@ -11,7 +11,10 @@ import torch
 import vitrail.cli
 from vitrail import LLM, Refused, SamplingParams
 
-pytestmark = pytest.mark.gpu
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.suite("kernels", minutes=3, owner="ops", gpus=1),
+]
 DEMO = Path(vitrail.cli.DEMO)
 
 

@@ -18,7 +18,10 @@ from tests.smollm2 import smollm2_path
 from vitrail import LLM, Refused, SamplingParams
 from vitrail.engine.runner import Launched
 
-pytestmark = pytest.mark.gpu
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.suite("parity", minutes=4, owner="engine", gpus=1),
+]
 GREEDY = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
 DEMO = Path(vitrail.cli.DEMO)
 

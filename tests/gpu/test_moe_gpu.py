@@ -8,7 +8,10 @@ from vitrail.ops.dispatch import gpu_of, select_mixture
 from vitrail.ops.moe.naive import Routing, naive_experts, naive_route
 from vitrail.ops.moe.plan import Choice, ExpertsShape, experts_plan
 
-pytestmark = pytest.mark.gpu
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.suite("kernels", minutes=2, owner="ops", gpus=1),
+]
 HIDDEN, INNER, ROUTED = 2048, 1408, 64
 CHOICE = Choice(top_k=6, num_shared=2, normalize=True, scaling=2.446)
 SHAPE = ExpertsShape(HIDDEN, INNER, 66, 8)

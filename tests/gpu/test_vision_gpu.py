@@ -17,7 +17,10 @@ from vitrail.ops.vision.naive import Grids
 from vitrail.vision.moonvit import MoonVit
 from vitrail.vision.preprocess import pad, patchify, resize
 
-pytestmark = pytest.mark.gpu
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.suite("kernels", minutes=2, owner="vision", gpus=1),
+]
 SIZES = [(66, 66), (2, 3), (1, 1), (12, 36)]
 DTYPES = [torch.float32, torch.bfloat16]
 

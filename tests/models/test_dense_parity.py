@@ -18,6 +18,8 @@ from vitrail.config.finding import Refused
 from vitrail.models.interface import Model
 from vitrail.models.registry import load_entry
 
+pytestmark = pytest.mark.suite("parity", minutes=1, owner="models")
+
 FOLDER = Path(__file__).parents[1] / "golden" / "text_models"
 CASES = sorted(path.parent.name for path in FOLDER.glob("*/config.json"))
 TOLERANCE = 1e-4

@@ -19,6 +19,8 @@ from vitrail.models.reading import MAX_LAYERS
 from vitrail.models.registry import load_entry
 from vitrail.ops.rope.naive import rope_table
 
+pytestmark = pytest.mark.suite("faults", minutes=1, owner="models")
+
 NUMBERS = (
     *(0, -1, 1, 1025, 10**6, 10**10, 10**30, 10**400, 2**31, 2**62, 2**63 - 1, 2**63, -(2**63)),
     *(0.0, -0.5, 1e-320, 1.0000000000000002, 1e308, -1e308, float("inf"), float("nan")),

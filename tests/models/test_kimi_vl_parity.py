@@ -13,6 +13,8 @@ from tests.models.conftest import Golden, build
 from tests.models.driver import Driver, Running, load_folder
 from vitrail.layers.attention import MlaForms
 
+pytestmark = pytest.mark.suite("parity", minutes=1, owner="models")
+
 LIMIT = 1e-4  # of logits, fp32
 DEFAULT = ("expanded", "absorbed")
 FORMS = [(p, d) for p in ("expanded", "absorbed") for d in ("expanded", "absorbed")]

@@ -16,6 +16,8 @@ from tests.nvila import IMAGE, KINDS, GoldenNvila
 from vitrail.models.interface import ImageShape
 from vitrail.models.nvila.model import Nvila
 
+pytestmark = pytest.mark.suite("parity", minutes=1, owner="models")
+
 LIMIT = 1e-4
 
 

@@ -91,6 +91,7 @@ def test_a_text_comes_back_or_is_refused(tokenizer: Tokenizer, text: str) -> Non
         tokenizer.encode(text)
 
 
+@pytest.mark.suite("parity", minutes=6, owner="models")
 @pytest.mark.nightly
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("chunk", [2048, 100])
@@ -100,6 +101,7 @@ def test_every_prompt_alone(chunk: int) -> None:
         assert generated(llm, [i], 24) == [GREEDY[i]], len(PROMPTS[i])
 
 
+@pytest.mark.suite("parity", minutes=6, owner="models")
 @pytest.mark.nightly
 @pytest.mark.timeout(1800)
 def test_every_prompt_batched_and_cached() -> None:
@@ -157,6 +159,7 @@ def test_as_nvila_s_decoder_the_same_weights_say_the_same(llm: LLM, tmp_path: Pa
     assert out.outputs[0].text == "The capital of France is Paris."
 
 
+@pytest.mark.suite("parity", minutes=8, owner="models")
 @pytest.mark.nightly
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("lite", [False, True])

@@ -119,6 +119,7 @@ def test_a_layer_s_kernels_fit_an_h200():
     assert all(kernel["wgmma"] for kernel in kernels if kernel["kernel"] in ("moe_up", "moe_down"))
 
 
+@pytest.mark.suite("kernels", minutes=3, owner="ops")
 @pytest.mark.nightly
 @pytest.mark.parametrize("gpu", ["A100", "L40S", "H200", "B300", "RTX 5090"])
 def test_a_layer_s_kernels_fit_every_gpu(gpu):

@@ -12,6 +12,8 @@ from vitrail.config.model import LinearScaling, Llama3Scaling, YarnScaling
 from vitrail.ops.rope import triton
 from vitrail.ops.rope.naive import rope_table, rope_table_2d, rotate
 
+pytestmark = pytest.mark.suite("parity", minutes=0.5, owner="ops")
+
 CPU = torch.device("cpu")
 YARN = YarnScaling(
     factor=4.0,

@@ -19,6 +19,8 @@ from tests.server.sse import ask, chat_body, error_of
 from vitrail.server.openai import ChatRequest, CompletionRequest
 from vitrail.tokenizer.tokenizer import Tokenizer
 
+pytestmark = pytest.mark.suite("faults", minutes=2, owner="server")
+
 ROUTES = {"chat": "/v1/chat/completions", "completion": "/v1/completions"}
 BASE = {"chat": chat_body(max_tokens=1), "completion": {"prompt": "hi", "max_tokens": 1}}
 HUGE = 10**30

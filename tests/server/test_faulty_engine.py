@@ -16,7 +16,10 @@ from tests.server.served import HTTP_KINDS
 from tests.server.sse import error_of, frames, parse
 from vitrail.tokenizer.tokenizer import Tokenizer
 
-pytestmark = pytest.mark.parametrize("kind", HTTP_KINDS)
+pytestmark = [
+    pytest.mark.parametrize("kind", HTTP_KINDS),
+    pytest.mark.suite("faults", minutes=2, owner="server"),
+]
 Scenario = Callable[[Embedded], Awaitable[None]]
 
 

@@ -16,6 +16,8 @@ import pytest
 from tests.server.served import HTTP_KINDS, Served, wait_until
 from tests.server.sse import ask, chat_body, frames
 
+pytestmark = pytest.mark.suite("faults", minutes=2, owner="server")
+
 LONG = {"ignore_eos": True, "max_tokens": 7000}
 WRONG_KEYS = (
     "",

@@ -63,6 +63,7 @@ def test_peak_memory_is_linear_in_patches():
     assert peak([HALF], "meta") == peaks[0]
 
 
+@pytest.mark.suite("soak", minutes=3, owner="vision")
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize(
     "count", [1, *(pytest.param(n, marks=pytest.mark.nightly) for n in (2, 4))]

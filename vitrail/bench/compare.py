@@ -64,6 +64,14 @@ def compare(a: Sequence[Figures], b: Sequence[Figures]) -> list[Verdict]:
     return [_verdict(measure, pairs) for measure in MEASURES]
 
 
+def spread(values: Sequence[float]) -> tuple[float, float]:
+    """Mean, and half of its 95 % interval (Student's), of two values or more."""
+    count = len(values)
+    mean = sum(values) / count
+    variance = sum((value - mean) ** 2 for value in values) / (count - 1)
+    return mean, T95[min(count - 1, len(T95)) - 1] * math.sqrt(variance / count)
+
+
 def _is_equal_work(x: Figures, y: Figures) -> bool:
     return not x.failures and not y.failures and x.output_tokens == y.output_tokens
 
@@ -77,8 +85,7 @@ def _verdict(measure: Measure, pairs: Sequence[tuple[Figures, Figures]]) -> Verd
     if len(logs) < 2:
         text = f"{_percent(mean)}; one pair says nothing of noise"
         return _told(measure.name, len(logs), mean, None, text)
-    variance = sum((value - mean) ** 2 for value in logs) / (len(logs) - 1)
-    half = T95[min(len(logs) - 1, len(T95)) - 1] * math.sqrt(variance / len(logs))
+    mean, half = spread(logs)
     span = f"{_percent(mean - half)} to {_percent(mean + half)}, {len(logs)} pairs"
     if mean - half <= 0 <= mean + half:
         return _told(measure.name, len(logs), mean, half, f"no difference seen ({span})")

@@ -1,0 +1,16 @@
+"""Does anything of the engine grow? Two minutes of few requests over a small cache, once 300 have
+filled it."""
+
+import pytest
+
+from tests.nightly.soak import soak
+
+pytestmark = [
+    pytest.mark.nightly,
+    pytest.mark.timeout(0),
+    pytest.mark.suite("soak", minutes=4, owner="engine"),
+]
+
+
+def test_a_short_soak():
+    soak(2, running=12, cache_mb=4, warm_up=300)
