@@ -13,9 +13,11 @@ import pytest
 from tests.models.cases import CASES
 from vitrail.cli import DEMO
 from vitrail.config.engine import EngineConfig
-from vitrail.engine import warm_steps
+from vitrail.config.finding import Finding, Refused
+from vitrail.engine import build, warm_steps
 from vitrail.engine.placement import placed
 from vitrail.engine.warm_steps import Ahead, Steps, begin, run_steps, shortened
+from vitrail.models.assets import load_assets
 from vitrail.models.checkpoint import open_checkpoint
 
 CONFIG = EngineConfig(model=str(DEMO), device="cpu")
@@ -78,3 +80,25 @@ def test_one_that_ends_before_it_is_asked_costs_time_alone(
     ahead = Ahead(running=[warm_steps._start(CONFIG, [1, 2])])
     ahead.finish()
     assert "a process for them ended (3)" in caplog.text
+
+
+def test_a_start_that_is_refused_leaves_none_behind():
+    """Each holds memory of the GPU, which the next start would miss."""
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    with pytest.raises(Refused), Ahead(running=[process]):
+        raise Refused([])
+    assert process.poll() is not None
+
+
+def test_a_refused_stage_of_a_start_ends_them(monkeypatch: pytest.MonkeyPatch):
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    monkeypatch.setattr(build, "begin", lambda *_: Ahead(running=[process]))
+    checkpoint = open_checkpoint(CONFIG.model)
+    monkeypatch.setattr(build, "load_weights", _refuse)
+    with pytest.raises(Refused, match="a stage"):
+        build.build_engine(CONFIG, checkpoint, load_assets(checkpoint).processor)
+    assert process.poll() is not None
+
+
+def _refuse(*_: object) -> None:
+    raise Refused(Finding(where="a stage", saw="this", rule="that", change="nothing"))

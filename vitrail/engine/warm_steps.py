@@ -68,10 +68,21 @@ def shortened(model: ModelConfig) -> ModelConfig:
 
 
 class Ahead:
-    """The processes at work. `name`: of what they compile, None where there is nothing."""
+    """The processes at work, which end with the block that began them where that raises: a start
+    that is refused leaves none behind. `name`: of what they compile, None where there is
+    nothing."""
 
     def __init__(self, name: str | None = None, running: Sequence[subprocess.Popen[bytes]] = ()):
         self._name, self._running = name, list(running)
+
+    def __enter__(self) -> "Ahead":
+        return self
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        for process in self._running:
+            if process.poll() is None:
+                process.kill()
+                process.wait()
 
     def add(self, more: Sequence[subprocess.Popen[bytes]]) -> None:
         """Others, to be waited for as well."""
