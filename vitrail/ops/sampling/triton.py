@@ -206,7 +206,8 @@ def _draw_filtered(
     top = tl.max(top, 0)
     # min_p: weights are relative to the likeliest one's
     min_p = tl.load(min_ps + nth).to(tl.float32)
-    least = tl.log(tl.maximum(min_p, 1e-38)) * temperature + top
+    # a constant below fp32's normal numbers would be a float64 to some releases
+    least = tl.log(tl.maximum(min_p, 2e-38)) * temperature + top
     last = _keys(tl.where(min_p > 0, least, float("-inf")))
     ends = tl.zeros([2], tl.uint32) + last
     kept, _ = _measure(row, never, vocab, temperature, top, ends, 2, WIDE)
