@@ -134,10 +134,9 @@ def few(bt: int, product: str) -> Iterator[Tile]:
         for bk in (64, 128):
             for stages in (3, 4, 6):
                 for warps in (4, 8) if bn == 128 and bt >= 64 else (4,):
-                    for ahead in (False, True) if product == "down" else (False,):
-                        one = Tile(bn=bn, bk=bk, stages=stages, warps=warps, ahead=ahead)
-                        if fits(one, bt, product):
-                            yield one
+                    one = Tile(bn=bn, bk=bk, stages=stages, warps=warps)
+                    if fits(one, bt, product):
+                        yield one
 
 
 def many(bt: int, product: str) -> Iterator[Tile]:
@@ -250,7 +249,7 @@ def report(name: str, us: float, batches: Sequence[Batch], share: float = 1.0) -
 
 def shown(tile: Tile) -> str:
     words = [f"{tile.bn}x{tile.bk} {tile.stages} stages {tile.warps} warps"]
-    flags = ("swap", "sorted", "flat", "halves", "paired", "ahead")
+    flags = ("swap", "sorted", "flat", "halves", "paired")
     words += [name for name in flags if getattr(tile, name)]
     return " ".join(words) + (f" {tile.programs} programs" if tile.programs else "")
 

@@ -29,7 +29,6 @@ def _any(*words: str) -> "re.Pattern[str]":
 
 # Kernels of ours whose names say what they do and not for whom; a test finds new ones.
 _OWN: dict[str, Group] = {
-    **dict.fromkeys(("score", "choose", "count", "place", "gather", "up", "down", "join"), "moe"),
     **dict.fromkeys(("attend", "combine", "mend"), "attention"),
     **dict.fromkeys(("rows_kernel", "fixed_kernel", "absorbed_kernel", "values_kernel"), "gemm"),
     **dict.fromkeys(("expanded_kernel", "keys_kernel", "table_kernel"), "elementwise"),

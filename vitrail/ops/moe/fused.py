@@ -273,7 +273,6 @@ def run_down(
         SORTED=down.sorted,
         PROGRAMS=down.programs,
         FLAT=down.flat,
-        AHEAD=down.ahead and plan.early,
         **_options(down, plan, placed, ids_TK.shape[1]),
     )
     return part_SM

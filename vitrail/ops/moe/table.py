@@ -50,15 +50,6 @@ _H200_KIMI: tuple[tuple[int | None, ExpertsPlan], ...] = (
         ),
     ),
     (
-        4096,
-        ExpertsPlan(
-            bt=128,
-            up=Tile(bn=128, bk=64, stages=4, warps=8, swap=False, halves=True, paired=True),
-            down=_LARGE,
-            early=False,
-        ),
-    ),
-    (
         None,
         ExpertsPlan(
             bt=128,

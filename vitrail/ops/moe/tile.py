@@ -9,8 +9,7 @@ class Tile:
     `swap`: weights are the left operand, for few tokens. `halves`: blocks that are at most half
     full take half a tile. Of up alone: `paired`, gate and up are one product (not with `swap`,
     where they would pass through registers). Of down alone: `sorted`, rows come by descriptor;
-    `programs`, 0 or how many share all tiles, in one loop (`flat`) or two; `ahead`, first weights
-    are loaded before the rows are there."""
+    `programs`, 0 or how many share all tiles, in one loop (`flat`) or two."""
 
     bn: int
     bk: int
@@ -22,10 +21,8 @@ class Tile:
     flat: bool = False
     halves: bool = False
     paired: bool = False
-    ahead: bool = False
 
     def __post_init__(self) -> None:
-        assert not self.ahead or not (self.sorted or self.programs), self
         assert not self.halves or not self.programs, self
         assert not self.paired or not self.swap, self
 

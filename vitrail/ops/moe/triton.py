@@ -299,23 +299,16 @@ def _up_tile(
 def _down_tile(
     act, down, part, slot, slots, row0, expert, tile,
     M: tl.constexpr, INNER: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    SWAP: tl.constexpr, SORTED: tl.constexpr, AHEAD: tl.constexpr,
+    SWAP: tl.constexpr, SORTED: tl.constexpr,
 ):  # fmt: skip
-    """part[slots of BT rows, tile's channels] = down act[BT rows from row0 on]. AHEAD: the first
-    weights are loaded before what makes `act` is waited for."""
+    """part[slots of BT rows, tile's channels] = down act[BT rows from row0 on]."""
     n0 = tile * BN
     k = tl.arange(0, BK)
     row = row0 + tl.arange(0, BT)
     if not SORTED:
         act_at = act + row.to(tl.int64)[:, None] * INNER + k[None, :]
     acc = tl.zeros([BN, BT] if SWAP else [BT, BN], tl.float32)
-    if AHEAD:
-        down_NK = down.load([expert * M + n0, 0])
-        gdc_wait()
-        gdc_launch_dependents()
-        act_TK = tl.load(act_at)
-        acc = tl.dot(down_NK, act_TK.T, acc)
-    for k0 in range(BK if AHEAD else 0, INNER, BK):
+    for k0 in range(0, INNER, BK):
         if SORTED:
             act_TK = act.load([row0, k0])
         elif INNER % BK == 0:
@@ -376,13 +369,12 @@ def moe_down(
     M: tl.constexpr, INNER: tl.constexpr, K: tl.constexpr, KP: tl.constexpr,
     BT: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     SWAP: tl.constexpr, SORTED: tl.constexpr, PROGRAMS: tl.constexpr, FLAT: tl.constexpr,
-    DIRECT: tl.constexpr, HALVES: tl.constexpr, AHEAD: tl.constexpr, EARLY: tl.constexpr,
+    DIRECT: tl.constexpr, HALVES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """As `moe_up`, from act [blocks * BT, I] to part [S, M]. SORTED: `act` and `act_half` are
     descriptors of whole and half blocks of rows. PROGRAMS 0: one tile a program, else so many
-    programs share them, in one loop (FLAT) or two. AHEAD (with EARLY): who owns a block was known
-    before `moe_up` began, which asked for this launch after its own wait."""
-    if EARLY and not AHEAD:
+    programs share them, in one loop (FLAT) or two."""
+    if EARLY:
         gdc_wait()
         gdc_launch_dependents()
     tiles: tl.constexpr = (M + BN - 1) // BN
@@ -398,15 +390,13 @@ def moe_down(
                     lane = tl.arange(0, HALF)
                     half = tl.load(rows + first + lane, mask=lane < live, other=slots)
                     _down_tile(act_half, weights, part, half, slots, block * BT, expert, tile,
-                               M, INNER, HALF, BN, BK, SWAP, SORTED, AHEAD)  # fmt: skip
+                               M, INNER, HALF, BN, BK, SWAP, SORTED)  # fmt: skip
                 else:
                     _down_tile(act, weights, part, slot, slots, block * BT, expert, tile,
-                               M, INNER, BT, BN, BK, SWAP, SORTED, AHEAD)  # fmt: skip
+                               M, INNER, BT, BN, BK, SWAP, SORTED)  # fmt: skip
             else:
                 _down_tile(act, weights, part, slot, slots, block * BT, expert, tile,
-                           M, INNER, BT, BN, BK, SWAP, SORTED, AHEAD)  # fmt: skip
-        elif AHEAD:
-            gdc_wait()  # what comes next waits for this launch alone
+                           M, INNER, BT, BN, BK, SWAP, SORTED)  # fmt: skip
     else:
         last = tl.load(blocks + max_blocks * FIELDS) * tiles
         for number in tl.range(tl.program_id(0), last, PROGRAMS, flatten=FLAT):
@@ -414,7 +404,7 @@ def moe_down(
             expert, slot, first, live = _owner(rows, blocks, ids, block, tokens, slots, num_experts,
                                         K, KP, BT, DIRECT)  # fmt: skip
             _down_tile(act, weights, part, slot, slots, block * BT, expert, number % tiles,
-                       M, INNER, BT, BN, BK, SWAP, SORTED, AHEAD)  # fmt: skip
+                       M, INNER, BT, BN, BK, SWAP, SORTED)  # fmt: skip
 
 
 @triton.jit(do_not_specialize=SIZES)
