@@ -18,6 +18,7 @@ TORCH_FREE = (
     *(f"vitrail.models.{m}" for m in ("assets", "checkpoint", "gguf", "reading", "registry")),
     *(f"vitrail.bench.{m}" for m in ("flags", "serve", "workload")),
     *(f"vitrail.nightly.{p.stem}" for p in sorted((PACKAGE / "nightly").glob("[a-z]*.py"))),
+    "vitrail.repro.capsule",
     "vitrail.models.kimi_vl.processor",
     "vitrail.ops.resize.taps",
     "vitrail.models.nvila.processor",
@@ -36,6 +37,7 @@ TORCH_FREE = (
         f"vitrail.engine.{m}"
         for m in (
             "answer",
+            "capsule",
             "client",
             "conversation",
             "floors",
