@@ -172,11 +172,11 @@ class Recorder:
     def _steps(self, recent: Sequence[_Noted]) -> tuple[Step, ...]:
         """Steps that lean on none before them."""
         known = {setup.seq: setup for setup in (*self._retired, *self._slots.values())}
-        owner = {s.slot: s.seq for noted in recent for s in _rows(noted.plan)}  # the last one
-        used = {page for noted in recent for s in _rows(noted.plan) for page in s.new_pages}
+        owner = {s.slot: s.seq for noted in recent for s in noted.plan.rows}  # the last one
+        used = {page for noted in recent for s in noted.plan.rows for page in s.new_pages}
         first: dict[int, SequenceStep] = {}
         for noted in recent:
-            for s in _rows(noted.plan):
+            for s in noted.plan.rows:
                 first.setdefault(s.seq, s)
         before = {s.seq: s for s in first.values() if s.pages_before}
         pages = {
@@ -309,10 +309,6 @@ def _setup(s: SlotSetup) -> Setup:
         logprobs=p.logprobs,
         prompt_logprobs=p.prompt_logprobs,
     )
-
-
-def _rows(plan: StepPlan) -> tuple[SequenceStep, ...]:
-    return (*plan.prefills, *plan.decodes)
 
 
 def _with_pages(plan: StepPlan, pages: dict[int, tuple[int, ...]]) -> StepPlan:
