@@ -171,6 +171,11 @@ def test_a_path_in_a_capsule_is_not_opened(capsule: Capsule, tmp_path: Path):
     assert replay(away).why == ""
 
 
+def vast(capsule: Capsule) -> dict[str, Any]:
+    """More weights than an address space."""
+    return capsule.config["text_config"] | {"vocab_size": 1 << 41}
+
+
 @pytest.mark.parametrize(
     ("change", "word"),
     [
@@ -182,7 +187,7 @@ def test_a_path_in_a_capsule_is_not_opened(capsule: Capsule, tmp_path: Path):
             "Nobody",
         ),
         (lambda c: {"config": {"architectures": c.config["architectures"]}}, "config"),
-        (lambda c: {"flags": c.flags | {"kv_cache_bytes": 1 << 60}}, "could not be built"),
+        (lambda c: {"config": c.config | {"text_config": vast(c)}}, "could not be built"),
         (lambda c: {"flags": c.flags | {"attention": "nobody's"}}, "nobody"),
     ],
 )
