@@ -9,6 +9,7 @@ from vitrail.attention.plan import AttentionPlan, PlanLimits, PlanTable, make_ta
 from vitrail.attention.shape import AttentionSite, Phase
 from vitrail.cache.spec import ITEM_BYTES, LatentKv, LayerSpec, PagedKv
 from vitrail.check.compiled import prove
+from vitrail.check.fixed import attention_of, text_sites_of
 from vitrail.check.report import Row, gib
 from vitrail.check.sizes import graph_findings, graph_sizes, image_limits, text_limits
 from vitrail.check.subject import Subject
@@ -223,19 +224,21 @@ def attention_tables(
     tables: list[PlanTable | None] = [None, None]
     jobs: list[tuple[int, list[tuple[AttentionSite, Phase]], PlanLimits]] = []
     if isinstance(subject.model, ImageModel):
-        limits = image_limits(subject.config.vision, subject.dtype, subject.patches)
+        fixed = subject.choices.deterministic
+        limits = image_limits(subject.config.vision, subject.dtype, subject.patches, fixed)
         if isinstance(limits, list):
             found += limits
         else:
             sites = [(share.image_site(s), p) for s, p in subject.model.image_sites()]
             jobs.append((0, sites, limits))
-    sites, on_cpu = [(share.site(s), p) for s, p in subject.model.text_sites()], not subject.gpu.cc
-    jobs.append((1, sites, text_limits(subject.choices, subject.dtype, max_model_len, on_cpu)))
+    choices, on_cpu = subject.choices, not subject.gpu.cc
+    declared = text_sites_of(choices, subject.model, on_cpu)
+    sites = [(share.site(s), p) for s, p in declared]
+    jobs.append((1, sites, text_limits(choices, subject.dtype, max_model_len, on_cpu)))
+    prefer = attention_of(choices, subject.gpu)
     for number, sites, limits in jobs:
         try:
-            tables[number] = make_table(
-                sites, limits, subject.gpu, subject.choices.attention, question.installed
-            )
+            tables[number] = make_table(sites, limits, subject.gpu, prefer, question.installed)
         except Refused as refused:
             found += refused.findings
     text = tables[1]
@@ -293,7 +296,7 @@ def _window_findings(subject: Subject, text: PlanTable) -> list[Finding]:
             code="unplanned_window",
         )
         for window in dict.fromkeys(gqa.windows)
-        for phase in (Phase.EXTEND, Phase.DECODE)
+        for phase in dict.fromkeys(p.shape.phase for p in text)
         if (window, phase) not in planned
     ]
 

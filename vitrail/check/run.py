@@ -55,7 +55,11 @@ def _rows(question: Question, hub: Hub | None) -> list[Row]:
     rows.append(checks.config_row(checkpoint, [*found, *bad["processor"]]))
     if isinstance(config, list):
         return [*rows, *_not_looked_at(*LATER, why="the configuration is refused")]
-    subject = build_subject(question, checkpoint, entry, config, read.processor)
+    try:
+        subject = build_subject(question, checkpoint, entry, config, read.processor)
+    except Refused as refused:
+        rows[0] = _also(rows[0], refused.findings)
+        return [*rows, *_not_looked_at(*LATER, why="the choices are refused")]
     rows.append(_weights_row(subject, hub))
     sizes, seen = None, memory.image_findings(subject)
     for size in question.sizes:

@@ -10,7 +10,6 @@ import logging
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import replace
 from typing import NamedTuple, cast
 
 import torch
@@ -26,6 +25,7 @@ from vitrail.cache.kv_pool import KvPool
 from vitrail.cache.manager import Manager
 from vitrail.cache.spec import ITEM_BYTES, LayerSpec
 from vitrail.check.encoder_peak import encoder_peak, product_bytes
+from vitrail.check.fixed import attention_of, model_of
 from vitrail.check.sizes import (
     CPU_KV_BYTES,
     Sizes,
@@ -46,7 +46,7 @@ from vitrail.config.finding import Refused, accept, errors
 from vitrail.config.hardware import Hardware
 from vitrail.config.model import DType, ModelConfig, VisionConfig
 from vitrail.engine.batch import BatchBuilder
-from vitrail.engine.deterministic import attention_of, computed_as_asked, model_of
+from vitrail.engine.deterministic import computed_as_asked
 from vitrail.engine.encode import ImageEncoder
 from vitrail.engine.encode_graphs import EncodeGraphs, ladder_of
 from vitrail.engine.engine import Engine
@@ -166,8 +166,7 @@ def image_plans(
     patches: int,
     hardware: Hardware,
 ) -> PlanTable:
-    limits = accept(image_limits(vision, dtype, patches))
-    limits = replace(limits, batch_invariant=config.deterministic)
+    limits = accept(image_limits(vision, dtype, patches, config.deterministic))
     sites = model.image_sites() if isinstance(model, ImageModel) else ()
     prefer = attention_of(config, hardware)
     return _ready(make_table(sites, limits, hardware, prefer, releases()), hardware)

@@ -6,6 +6,7 @@ from typing import NamedTuple
 import torch
 
 from vitrail.cache.encoder_pool import EncoderPool
+from vitrail.check.fixed import model_of
 from vitrail.check.sizes import encoder_budget, served_dtype
 from vitrail.config.engine import EngineConfig, validate
 from vitrail.config.finding import Finding, Refused, accept, errors
@@ -17,7 +18,7 @@ from vitrail.engine.build import (
     image_plans,
     load_weights,
 )
-from vitrail.engine.deterministic import computed_as_asked, model_of
+from vitrail.engine.deterministic import computed_as_asked
 from vitrail.engine.encode import ImageEncoder
 from vitrail.engine.placement import device_of, hardware_of
 from vitrail.models.checkpoint import Checkpoint
