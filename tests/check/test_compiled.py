@@ -50,7 +50,7 @@ class Compiler:
         )
 
     def job(self, name: str) -> Job:
-        return Job(name=name, plan=planned(), take=self.take)
+        return compiled.planned(name, planned(), H200, self.take)
 
     def take(self) -> list[Taken]:
         self.asked += 1

@@ -3,15 +3,18 @@ What each of them asks is asked by start-up too, of the same functions."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
+
+import torch
 
 from vitrail.attention.plan import AttentionPlan, PlanLimits, PlanTable, make_table
 from vitrail.attention.shape import AttentionSite, Phase
 from vitrail.cache.spec import ITEM_BYTES, LatentKv, LayerSpec, PagedKv
-from vitrail.check.compiled import prove
-from vitrail.check.fixed import attention_of, text_sites_of
+from vitrail.check.compiled import prove, prove_steps
+from vitrail.check.fixed import attention_of, model_of, text_sites_of
 from vitrail.check.report import Row, gib
 from vitrail.check.sizes import graph_findings, graph_sizes, image_limits, text_limits
+from vitrail.check.steps import shortened, step_launches
 from vitrail.check.subject import Subject
 from vitrail.check.weights import map_of, plan_load
 from vitrail.config.finding import Finding, Refused
@@ -268,6 +271,39 @@ def attention_row(
         findings=(*found, *warnings),
         facts={"plans": [_facts(plan) for plan in _distinct(made)]},
         unknown=unknown,
+    )
+
+
+def kernels_row(
+    subject: Subject, tables: tuple[PlanTable | None, PlanTable], max_model_len: int
+) -> Row:
+    """Every kernel beside attention that a step can launch, compiled for the GPU."""
+    if not subject.gpu.cc:
+        return Row(name="kernels", details=("nothing to compile",))
+    small = shortened(subject.config)
+    device = torch.device("cuda")
+    model = model_of(subject.choices, subject.entry, small, subject.dtype, device)
+    try:
+        launches = step_launches(model, small, subject.choices, tables, max_model_len, subject.gpu)
+    except Exception as error:  # noqa: BLE001  whatever a model raises is the finding
+        return Row(name="kernels", findings=(_no_step(error),))
+    proof = prove_steps(launches, subject.gpu, subject.question.cache)
+    return Row(
+        name="kernels",
+        details=proof.lines,
+        findings=proof.findings,
+        facts={"kernels": [asdict(taken) for taken in proof.taken]},
+        unknown=proof.unknown,
+    )
+
+
+def _no_step(error: Exception) -> Finding:
+    return Finding(
+        where="a step on no device",
+        saw=f"{type(error).__name__}: {' '.join(str(error).split())[:300]}",
+        rule="steps of every size run",
+        change="report this model: its layers and its plans do not agree",
+        code="step_failed",
     )
 
 

@@ -163,7 +163,13 @@ def _on_ranks(subject: Subject, share: Share) -> tuple[list[Row], Sizes | None]:
     length = longest if sizes is None else sizes.max_model_len
     tables = checks.attention_tables(subject, share, length)
     rows.append(memory.memory_row(subject, share, predicted, planned))
-    return [*rows, checks.attention_row(subject, share, tables)], sizes
+    rows.append(checks.attention_row(subject, share, tables))
+    if subject.question.compile and share.size == checks.SERVED_SIZE:
+        if isinstance(tables, list):
+            rows += _not_looked_at("kernels", why="attention is refused")
+        else:
+            rows.append(checks.kernels_row(subject, tables, length))
+    return rows, sizes
 
 
 def _also(row: Row, findings: Iterable[Finding]) -> Row:

@@ -19,6 +19,8 @@ from vitrail.attention.shape import AttentionSite, Phase
 from vitrail.cache.kv_pool import KvPool
 from vitrail.cache.spec import LayerSpec
 from vitrail.check.encoder_peak import CHANNELS
+from vitrail.check.sizes import graph_sizes, step_tokens, stored_specs
+from vitrail.config.engine import EngineConfig
 from vitrail.config.hardware import Hardware
 from vitrail.config.model import ModelConfig, PatchRules, VisionConfig
 from vitrail.layers.context import ForwardContext
@@ -77,6 +79,30 @@ def counts(most: int) -> list[int]:
     edges = [n << k for k in range(most.bit_length()) for n in (2, 3)]
     around = {n + more for n in edges for more in (0, 1)}
     return sorted({n for n in (*range(1, FEW + 1), *around, most) if n <= most})
+
+
+def step_launches(
+    model: Model,
+    config: ModelConfig,
+    choices: EngineConfig,
+    tables: tuple[PlanTable | None, PlanTable],
+    longest: int,
+    gpu: Hardware,
+) -> list[Recorded]:
+    """Of all steps that `choices` allow. `tables`: plans of pictures (None: no tower) and of text;
+    `longest`: tokens of a sequence."""
+    steps = Steps(
+        decodes=graph_sizes(choices, on_cpu=False),
+        max_running=choices.max_running,
+        max_tokens=step_tokens(choices, on_cpu=False),
+        longest=longest,
+        page_size=choices.page_size,
+    )
+    specs = stored_specs(choices, model.cache_specs())
+    made = text_launches(model, specs, config.text.vocab_size, tables[1], steps, gpu)
+    if isinstance(model, ImageModel) and config.vision is not None and tables[0] is not None:
+        made += image_launches(model, config.vision, tables[0], gpu)
+    return made
 
 
 @torch.inference_mode()

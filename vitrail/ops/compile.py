@@ -24,7 +24,7 @@ THREADS_PER_WARP = 32
 @dataclass(frozen=True, slots=True)
 class Special:
     """A kernel with all that it is specialised for. `name`: of the kernel, with its module;
-    `facts`: the rest, spelled: equal ones are one binary."""
+    `facts`: the rest, its source among it, spelled: equal ones are one binary."""
 
     name: str
     facts: str
@@ -36,11 +36,16 @@ class Special:
         return compile_source(self.source, _target(cc), self.options)
 
 
+def is_compiled(kernel: object) -> bool:
+    """Whether Triton compiles it: its interpreter does not."""
+    return isinstance(kernel, JITFunction)
+
+
 def specialised(launches: Iterable[Recorded], cc: int) -> list[Special]:
-    """Each distinct kernel once, in the order of first launches."""
+    """Each distinct kernel once, in the order of first launches. Of kernels that are
+    compiled."""
     found: dict[tuple[str, str], Special] = {}
     for kernel, arguments, constants in launches:
-        assert isinstance(kernel, JITFunction), f"{kernel}: the interpreter compiles nothing"
         bound, special, options = _binder(kernel, cc)(*arguments, **_asked(kernel, constants))
         name, facts = (
             f"{kernel.module}.{kernel.fn.__name__}",
