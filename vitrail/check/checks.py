@@ -165,11 +165,12 @@ def layout_row(subject: Subject, share: Share) -> Row:
         return Row(
             name=name,
             findings=(_not_dividing(text, size, legal), *share.findings),
-            facts={"legal_sizes": legal},
+            facts={"size": size, "divides": False, "legal_sizes": legal},
         )
     shared = share.replicated if size > 1 else []
     details = [f"{gib(share.bytes)} of weights a rank"]
     if size > 1:
+        details.append(_cut_alike(text, size))
         held = parameter_bytes({n: share.parameters[n] for n in shared})
         details.append(f"{gib(held)} of it on every rank: {_grouped(shared)}")
     if size > text.num_kv_heads and text.mla is None:
@@ -185,19 +186,39 @@ def layout_row(subject: Subject, share: Share) -> Row:
             else f"vision tower whole on every rank ({heads} heads do not divide): pictures are "
             "shared out, not heads"
         )
-    unknown = None
-    if size != SERVED_SIZE:
-        unknown = f"the layout divides; `vitrail serve` runs on {SERVED_SIZE} GPU today"
     return Row(
         name=name,
         details=tuple(details),
-        unknown=unknown,
+        findings=() if size == SERVED_SIZE else (_not_served(size),),
         facts={
             "size": size,
+            "divides": True,
             "weight_bytes": share.bytes,
             "replicated_bytes": parameter_bytes({n: share.parameters[n] for n in shared}),
             "tower": share.tower,
         },
+    )
+
+
+def _cut_alike(text: TextConfig, size: int) -> str:
+    """What every rank has an equal part of. The axis divides all of it."""
+    parts = [(text.num_heads, "heads"), (text.vocab_size, "rows of the vocabulary")]
+    if text.moe is not None:
+        experts = text.moe.num_experts + text.moe.num_shared
+        width = text.moe.intermediate_size
+        parts.append((width, f"channels of each of {experts} experts"))
+    return "a rank has " + ", ".join(f"{n // size:,} of {n:,} {what}" for n, what in parts)
+
+
+def _not_served(size: int) -> Finding:
+    """An error, and so exit code 1: that this does not run is known. What it would hold is in the
+    other rows."""
+    return Finding(
+        where="tp",
+        saw=f"{size} ranks, whose layout divides",
+        rule=f"`vitrail serve` runs on {SERVED_SIZE} GPU today",
+        change=f"serve with {SERVED_SIZE}; the rows of this size say what each rank would hold",
+        code="one_gpu",
     )
 
 

@@ -115,7 +115,7 @@ def sizes_of(subject: Subject, share: Share, memory: Memory) -> Sizes | list[Fin
 def memory_row(subject: Subject, share: Share, memory: Memory, sizes: Sizes | list[Finding]) -> Row:
     """Where the bytes go, and how many tokens and requests fit."""
     name = f"memory tp={share.size}"
-    details = _lines(subject, memory)
+    details = _lines(subject, share, memory)
     findings: Sequence[Finding] = sizes if isinstance(sizes, list) else sizes.warnings
     facts: dict[str, int] = {
         "total": memory.total,
@@ -145,7 +145,7 @@ def memory_row(subject: Subject, share: Share, memory: Memory, sizes: Sizes | li
     return Row(name=name, details=tuple(details), findings=tuple(findings), facts=facts)
 
 
-def _lines(subject: Subject, memory: Memory) -> list[str]:
+def _lines(subject: Subject, share: Share, memory: Memory) -> list[str]:
     if not memory.total:
         return [f"weights {gib(memory.weights)}; pages on a CPU as the user says, or 1 GiB"]
     fraction = subject.choices.memory_fraction
@@ -156,9 +156,12 @@ def _lines(subject: Subject, memory: Memory) -> list[str]:
         f"{gib(memory.kept)} (--memory-fraction {fraction})"
     ]
     if subject.config.vision is not None:
+        bound = (
+            " (of all heads: no more than that)" if share.tower == "cut" and share.size > 1 else ""
+        )
         lines.append(
-            f"encoder {gib(memory.encoder_peak)} at {subject.patches:,} patches a step, its graphs "
-            f"{gib(memory.tower_graphs)}, its cache {gib(memory.encoder_cache)}"
+            f"encoder {gib(memory.encoder_peak)} at {subject.patches:,} patches a step{bound}, "
+            f"its graphs {gib(memory.tower_graphs)}, its cache {gib(memory.encoder_cache)}"
         )
     lines.append(f"left for pages {gib(memory.left)}")
     return lines
