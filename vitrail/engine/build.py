@@ -48,7 +48,7 @@ from vitrail.config.model import DType, ModelConfig, VisionConfig
 from vitrail.engine.batch import BatchBuilder
 from vitrail.engine.deterministic import attention_of, computed_as_asked, model_of
 from vitrail.engine.encode import ImageEncoder
-from vitrail.engine.encode_graphs import EncodeGraphs, ladder_of
+from vitrail.engine.encode_graphs import EncodeGraphs
 from vitrail.engine.engine import Engine
 from vitrail.engine.graphs import GraphParts, capture_graphs
 from vitrail.engine.measure import run_worst_steps
@@ -64,6 +64,7 @@ from vitrail.models.checkpoint import Checkpoint
 from vitrail.models.interface import ImageModel, Model, ModelEntry
 from vitrail.models.registry import load_entry
 from vitrail.vision.preprocess import ImageProcessor
+from vitrail.vision.rungs import rungs_of
 from vitrail.weights import load
 
 log = logging.getLogger("vitrail.engine")
@@ -262,8 +263,13 @@ def capture_tower(
     wanted = device.type == "cuda" and config.cuda_graphs != 0
     if vision is None or not isinstance(model, ImageModel) or not wanted:
         return None
-    graphs = EncodeGraphs(model, plans, vision, ladder_of(vision, *patches), device)
+    rungs = rungs_of(vision, *patches, model.image_sites(), plans)
+    before = torch.cuda.memory_reserved(device)
+    graphs = EncodeGraphs(model, plans, vision, rungs, device)
     graphs.capture()
+    taken = torch.cuda.memory_reserved(device) - before
+    said = "%d graphs of the tower, of up to %d patches: %d MiB"
+    log.info(said, len(rungs), graphs.most, taken >> 20)
     return graphs
 
 
