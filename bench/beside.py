@@ -5,8 +5,8 @@
 So many requests of 1,024 ids decode; meanwhile a request with a 1024 x 1024 picture and 64 ids
 comes every so many milliseconds, prepared before, 16 tokens out. Said are the milliseconds between
 two tokens of those who decode, from when the first picture comes to when the last one's request
-ends, and from a picture's coming to its first token. Once without pictures, once with pictures encoded
-within their steps, once beside decodes; then pictures as fast as they are served."""
+ends, and from a picture's coming to its first token. Once without pictures, then with pictures that
+are encoded within their steps and beside decodes, each as they come and one after another."""
 
 import argparse
 import tempfile
