@@ -21,6 +21,7 @@ from vitrail.engine.build import (
 from vitrail.engine.deterministic import computed_as_asked
 from vitrail.engine.encode import ImageEncoder
 from vitrail.engine.placement import device_of, hardware_of
+from vitrail.engine.side import SideStream
 from vitrail.models.checkpoint import Checkpoint
 from vitrail.models.registry import load_entry
 from vitrail.vision.preprocess import ImageProcessor
@@ -59,7 +60,7 @@ def build_tower(
     budget = (patches, None if processor is None else processor.max_patches)
     graphs = capture_tower(config, model, plans, vision, budget, device)
     pool = EncoderPool()
-    encoder = image_encoder(model, vision, plans, pool, device, graphs)
+    encoder = image_encoder(model, vision, plans, pool, SideStream(device), graphs)
     assert encoder is not None, f"{checkpoint.architecture} with a tower"
     return Tower(encoder, pool, vision, hardware, device, dtype)
 
