@@ -7,10 +7,11 @@ from pathlib import Path
 
 import msgspec
 
+from vitrail.config.cause import Cause, Kind
 from vitrail.nightly.known import Issue, expired, known_as
 from vitrail.nightly.records import BAD, Attempt, Case, JobRecord, Night
 from vitrail.nightly.risk import area, users_of
-from vitrail.nightly.signature import Cause, Kind, cause_of_attempt, cause_of_case
+from vitrail.nightly.signature import cause_of_attempt, cause_of_case
 
 
 class Sighting(msgspec.Struct, frozen=True, kw_only=True):
