@@ -13,7 +13,10 @@ from vitrail.attention.plan import KERNEL_BACKENDS
 from vitrail.attention.tiles import Choice, Facts
 from vitrail.config.finding import Refused
 
-LAUNCHES = ("launch", "launch_early")  # of ops/launch: (kernel, grid, device, *arguments, **constants)
+LAUNCHES = (
+    "launch",
+    "launch_early",
+)  # of ops/launch: (kernel, grid, device, *arguments, **constants)
 COMPILE = "compile_launch"  # of attention/compile: (launch, cc)
 SIZES = (*range(1, 9), *(1 << i for i in range(4, 13)))
 NAMES = ("kernel", "loader", "pack")  # of a choice's numbers, those that are no sizes
@@ -32,7 +35,9 @@ class Array(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     block: tuple[int, ...] = ()
 
 
-class LaunchFault(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="launch"):
+class LaunchFault(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="launch"
+):
     """`kernel` is MODULE:NAME; `arguments` by its parameters; `constants` with the options of the
     launch, a type of Triton's as "tl.NAME". `cc`: compiled for this and not launched; `types`
     then, and which are `aligned`."""
@@ -161,10 +166,12 @@ def _rule_fault(refused: Refused) -> RuleFault | None:
 
 
 def legal(rules: tuple[Rule, ...], rule: Rule, f: Facts, c: Choice) -> dict[str, int]:
-    """The least change of one number that `rule` reads after which all of `rules` hold."""
+    """The least change of one number that `rule` reads after which it holds, and no other of
+    `rules` is broken that was not before."""
     read = [n for n in rule.holds.__code__.co_names if n in Choice._fields and n not in NAMES]
     tries = sorted((abs(v - getattr(c, n)), n, v) for n in read for v in SIZES)
+    before = [r for r in broken(rules, f, c) if r is not rule]
     for _, name, value in tries:
-        if not broken(rules, f, c._replace(**{name: value})):
+        if all(r in before for r in broken(rules, f, c._replace(**{name: value}))):
             return {name: value}
     return {}

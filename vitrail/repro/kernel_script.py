@@ -152,7 +152,8 @@ def _launch_text(fault: LaunchFault, flattener: Flattener, gpu: str) -> str:
         if isinstance(fault.constants.get(name), int)
     )
     # Triton reads it when a kernel is defined
-    interpret = "" if fault.cc else 'if not ON_GPU:\n    os.environ["TRITON_INTERPRET"] = "1"\n'
+    interpreted = '"0"' if fault.cc else '"0" if ON_GPU else "1"'
+    interpret = f'os.environ["TRITON_INTERPRET"] = {interpreted}\n'
     head = "import os\nimport sys\n\nimport torch\n\nON_GPU = torch.cuda.is_available()\n"
     facts = [
         f"KERNEL, TILES, OPTIONS = {kernel}, {tuple(tiles)!r}, {OPTIONS!r}",
@@ -204,7 +205,11 @@ def _given(value: Array | Number) -> str:
         return _literal(value)
     more = "".join(
         f", {name}={part!r}"
-        for name, part in (("offset", value.offset), ("values", value.values), ("block", value.block))
+        for name, part in (
+            ("offset", value.offset),
+            ("values", value.values),
+            ("block", value.block),
+        )
         if part
     )
     return f"tensor({value.dtype!r}, {value.shape!r}, {value.stride!r}{more})"
