@@ -40,7 +40,7 @@ class Frame(NamedTuple):
 
 def frames_of(text: str) -> list[Frame]:
     """Every frame in the order of the text."""
-    return [Frame(_relative(m[1] or m[2]), m[3]) for m in FRAME.finditer(text)]
+    return [Frame(relative(m[1] or m[2]), m[3]) for m in FRAME.finditer(text)]
 
 
 class Cause(NamedTuple):
@@ -165,7 +165,7 @@ def ours(frames: Sequence[Frame]) -> Frame | None:
     return None
 
 
-def _relative(file: str) -> str:
+def relative(file: str) -> str:
     """A file of a checkout from its root; of an installed package from site-packages."""
     if "/site-packages/" in file:
         file = file.rpartition("/site-packages/")[2]

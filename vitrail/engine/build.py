@@ -11,6 +11,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import NamedTuple, cast
 
 import torch
@@ -55,6 +56,7 @@ from vitrail.engine.measure import run_worst_steps
 from vitrail.engine.parcel import Door
 from vitrail.engine.placement import device_of, hardware_of, video_frames_of
 from vitrail.engine.prepare import ServingFacts
+from vitrail.engine.recorder import Recorder, Tables, facts_of, watched_start
 from vitrail.engine.runner import Runner, RunnerParts
 from vitrail.engine.sampler import Sampler
 from vitrail.engine.scheduler import Scheduler, SchedulerLimits
@@ -97,9 +99,22 @@ def build_engine(
     checkpoint: Checkpoint,
     processor: ImageProcessor | None,
     progress: load.Progress | None = None,
+    capsules: Path | None = None,
 ) -> Built:
     """Raises `Refused` with every finding of the first stage that has any: choices, config.json,
-    weights (headers), attention plans, cache size. Weights are read after all but the last."""
+    weights (headers), attention plans, cache size. Weights are read after all but the last.
+    `capsules`: the folder for capsules of what fails, here and in steps."""
+    with watched_start(capsules, config, checkpoint):
+        return _build(config, checkpoint, processor, progress, capsules)
+
+
+def _build(
+    config: EngineConfig,
+    checkpoint: Checkpoint,
+    processor: ImageProcessor | None,
+    progress: load.Progress | None,
+    capsules: Path | None,
+) -> Built:
     stages = _Stages()
     if found := errors(validate(config)):
         raise Refused(found)
@@ -130,6 +145,15 @@ def build_engine(
     engine = _assemble(
         config, model_config, model, sizes, tower_plans, device, stages, encode_graphs
     )
+    if capsules is not None:
+        tables = Tables(
+            text=engine.runner.parts.plans,
+            sites=model.text_sites(),
+            images=tower_plans,
+            image_sites=model.image_sites() if isinstance(model, ImageModel) else (),
+        )
+        facts = facts_of(config, checkpoint, sizes, specs, hardware)
+        engine.keep(Recorder(capsules, facts, tables, engine.runner.parts.builder))
     ahead.note()
     log.info(
         "ready in %s: %s on %s in %s, %d KV tokens in %d pages of %s",

@@ -63,21 +63,14 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class Step(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A plan and the shapes of its inputs: `pixels` parallel to its encodes, `output_index` to what
-    it samples."""
+    """A plan and the shapes of its inputs: `pixels` parallel to its encodes, `seeds` and
+    `output_index` to what it samples."""
 
     plan: StepPlan
     setups: tuple[Setup, ...] = ()
     pixels: tuple[Array, ...] = ()
+    seeds: tuple[int, ...] = ()
     output_index: tuple[int, ...] = ()
-
-
-class Before(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What the first step found: setups of rows in use, and encoded images as (entry, rows). Pages
-    that are not known any more are nobody's in particular, so they are made up."""
-
-    setups: tuple[Setup, ...] = ()
-    entries: tuple[tuple[int, int], ...] = ()
 
 
 class Held(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -94,8 +87,10 @@ class Capsule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     numbers; `frame` FILE:FUNCTION, the innermost of ours, and `trace` all of ours from the
     outermost, FILE:LINE:FUNCTION; `calls` the innermost last. `failed` is the index of the plan
     that raised (-1 at start-up), which `steps` hold with those before it and, where one was
-    launched ahead, after it; `before` is what the first of them found. `plans`: of attention, those
-    that the failed step selects. `config`, `generation`: config.json and generation_config.json
+    launched ahead, after it. They lean on none before them: a sequence comes with all its pages
+    and its setup where it is first seen, pages that nobody knows any more being made up.
+    `entries`: images that were encoded before, (entry, rows). `plans`: of attention, those that the
+    failed step selects. `config`, `generation`: config.json and generation_config.json
     of the model, whose class is `architecture`. `flags`: the fields of `EngineConfig`, `held` what
     they came to. `versions` by package; "vitrail" is a commit or a release. `gpu`: the device's
     name ("cpu"), `cc` its compute capability times ten. `seed`: of random weights and inputs."""
@@ -109,7 +104,7 @@ class Capsule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     calls: tuple[Call, ...] = ()
     failed: int = -1
     steps: tuple[Step, ...] = ()
-    before: Before = Before()
+    entries: tuple[tuple[int, int], ...] = ()
     plans: tuple[AttentionPlan, ...] = ()
     architecture: str
     config: dict[str, Any]

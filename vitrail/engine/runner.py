@@ -64,6 +64,10 @@ class Runner:
         # entries without rows, until a plan drops them: a step launched ahead may still read one
         self._failed_entries: set[int] = set()
 
+    @property
+    def parts(self) -> RunnerParts:
+        return self._p
+
     @torch.inference_mode()
     def launch(self, plan: StepPlan, inputs: StepInputs) -> "Launched":
         """Run one step. The plan's sampled tokens stay on the device for the next step."""

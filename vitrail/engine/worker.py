@@ -49,7 +49,7 @@ def _build(channel: EngineChannel) -> Built:
     def progress(done: int, total: int, name: str) -> None:
         channel.send(Loading(done=done, total=total, name=name))
 
-    built = build_engine(config, checkpoint, processor, progress)
+    built = build_engine(config, checkpoint, processor, progress, read_env().capsules)
     if start.profile is None:
         return built
     from vitrail.engine.profile import profiled
