@@ -33,8 +33,10 @@ class Pieces:
         before = None
         while before != (before := str(self._wanted)):
             for file in list(self._wanted):
-                for node in self._kept(file):
-                    self._follow(node)
+                kept = self._kept(file)
+                names = {name for node in kept for name in _uses(node)}
+                for node in kept:
+                    self._follow(node, names if self._wanted[file] is not None else None)
         made = {file: self._cut(file) for file in self._wanted}
         for file in self._wanted:
             self.imported.update(self._outside(file))
@@ -83,12 +85,14 @@ class Pieces:
                 return [node for node in body if id(node) in kept]
             names |= found
 
-    def _follow(self, node: ast.stmt) -> None:
-        """What a kept statement wants of other files."""
+    def _follow(self, node: ast.stmt, names: set[str] | None) -> None:
+        """What a kept statement wants of other files; of what the top imports only `names`."""
         for inner in ast.walk(node):
             if isinstance(inner, ast.ImportFrom) and str(inner.module).split(".")[0] in LOCAL:
                 base = str(inner.module).replace(".", "/")
                 for alias in inner.names:
+                    if inner is node and names and (alias.asname or alias.name) not in names:
+                        continue
                     if not self._want(f"{base}/{alias.name}.py", None):
                         self._want(f"{base}.py", alias.name)
         for name in _uses(node):

@@ -40,7 +40,7 @@ def main():
     except ImportError as error:
         print(f"cannot tell: {{error}}")
         return 2
-    return again(SEARCH, KEY, FILES, DATA, MACHINE)
+    return again(SEARCH, LIMIT_S, FILES, DATA, MACHINE)
 
 DATA = {data}
 
@@ -61,7 +61,7 @@ class Writer:
             return "none: what lies outside of the package is not made to fail again"
         self._out.mkdir(parents=True, exist_ok=True)
         path = self._out / f"{group.key}.py"
-        limit_s = 3 * Setting(root=self._root, out=self._out).limit_s(search.job) + 60
+        limit_s = 3 * group.sightings[0].record.limit_s + 60
         try:
             capsule = self._capsule(group)
             if capsule is None:
@@ -93,7 +93,8 @@ class Writer:
 def _run(words: list[str], root: Path, limit_s: float) -> "subprocess.CompletedProcess[str] | None":
     """Python in a folder of its own with the package that failed; None if it takes longer."""
     with tempfile.TemporaryDirectory() as folder:
-        env = {**os.environ, "PYTHONPATH": str(root)}
+        path = os.pathsep.join(filter(None, (str(root), os.environ.get("PYTHONPATH"))))
+        env = {**os.environ, "PYTHONPATH": path}
         try:
             return subprocess.run(
                 [sys.executable, *words],
@@ -130,7 +131,7 @@ def test_script(group: Group, search: Search, night: Night, root: Path) -> str:
                 change="run it by hand in a checkout",
             )
         )
-    limit = Setting(root=Path(), out=Path()).limit_s(search.job)
+    limit = group.sightings[0].record.limit_s
     lines = (
         f"{cause.signature}\n\n"
         f"test:     {search.job.name}\n"
@@ -143,7 +144,7 @@ def test_script(group: Group, search: Search, night: Night, root: Path) -> str:
     head = "".join(f"# {_plain(line)}".rstrip() + "\n" for line in lines.split("\n"))
     packed = {name: base64.b85encode(zlib.compress(b, 9)).decode() for name, b in data.items()}
     facts = (
-        f"KEY, MACHINE = {group.key!r}, {night.machine!r}\n"
+        f"LIMIT_S, MACHINE = {limit:.0f}, {night.machine!r}\n"
         f"SEARCH = {json.loads(msgspec.json.encode(search))!r}\n"
     )
     return head + TEXT.format(files=_dict(texts), data=_dict(packed), search=facts)
@@ -151,7 +152,7 @@ def test_script(group: Group, search: Search, night: Night, root: Path) -> str:
 
 def again(
     search: dict[str, object],
-    key: str,
+    limit_s: float,
     files: Mapping[str, str],
     data: Mapping[str, str],
     seen_on: str,
@@ -168,17 +169,19 @@ def again(
             root=root,
             out=Path(folder),
             extra=asked.extra,
-            gpus=("any",) * 8,
+            gpus=("any",) * 8,  # they were there when it was seen
             baseline=asked.baseline,
+            factor=0,
+            grace_s=limit_s,
         )
         record = run_job(msgspec.structs.replace(asked.job, kind=""), setting, "repro")
     if asked.baseline and seen_on != machine(()):
         print(f"its times are held to those of {seen_on}; this is {machine(())}")
     groups = grouped(Night(commit="", began="", machine="", jobs=(record,)))
     for group in groups:
-        word = "seen" if group.key == key else "something else"
+        word = "seen" if group.key == asked.key else "something else"
         print(f"{group.sightings[0].cause.trace}\n{word}: {group.name}")
-    if key in {group.key for group in groups}:
+    if asked.key in {group.key for group in groups}:
         return SEEN
     print(f"{record.outcome}: {record.why}")
     return GONE if record.outcome == "passed" else UNTOLD
