@@ -19,7 +19,7 @@ TORCH_FREE = (
     *(f"vitrail.bench.{m}" for m in ("flags", "serve", "workload")),
     *(f"vitrail.nightly.{p.stem}" for p in sorted((PACKAGE / "nightly").glob("[a-z]*.py"))),
     "vitrail.repro.capsule",
-    *(f"vitrail.repro.{m}" for m in ("kernel", "kernel_script", "kernel_source", "script")),
+    *(f"vitrail.repro.{m}" for m in ("kernel_script", "kernel_source")),
     "vitrail.models.kimi_vl.processor",
     "vitrail.ops.resize.taps",
     "vitrail.models.nvila.processor",

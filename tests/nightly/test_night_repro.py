@@ -3,6 +3,7 @@ named, and says by its exit code whether the failure is there."""
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from datetime import date
@@ -19,6 +20,7 @@ from vitrail.nightly.repro import MAX_DATA_BYTES, Writer
 from vitrail.nightly.run import run_night
 from vitrail.nightly.triage import triage
 
+ROOT = Path(__file__).parents[2]
 TESTS = '''"""What they are about."""
 
 import json
@@ -202,6 +204,30 @@ def test_a_kernel_s_failure_is_a_kernel_s_file(tmp_path: Path):
     assert said.endswith("and passes with --fixed")
     assert "def norm_kernel(" in script.read_text()
     assert len(list(out.glob("kernel-*.json"))) == 1, "one capsule a cause"
+
+
+@interpreted
+def test_wrong_numbers_of_a_kernel_are_a_kernel_s_file(tmp_path: Path):
+    """The test holds a model's layer to other numbers, and knows nothing of kernels."""
+    test = (
+        "import torch\nfrom vitrail.ops import norm\nfrom vitrail.ops.norm import naive, triton\n"
+        "\n\ndef test_a():\n    x, w = torch.randn(3, 48), torch.randn(48)\n"
+        "    got = triton.rms_norm(x, w, 1e-5) * 1.01\n"
+        "    assert torch.allclose(got, naive.rms_norm(x, w, 1e-5))\n"
+    )
+    root = write_tree(tmp_path / "t", {"tests/test_layer.py": test})
+    (said,) = ran(root, tmp_path / "out", [job("test_layer.py")]).values()
+    assert "def test_a" in script_of(said).read_text(), "the op itself is right: the test's file"
+    package = root / "vitrail"
+    shutil.copytree(ROOT / "vitrail", package, ignore=shutil.ignore_patterns("__pycache__"))
+    kernel = package / "ops" / "norm" / "triton.py"
+    kernel.write_text(kernel.read_text().replace("M=channels,", "M=channels - 1,"))
+    (root / "tests" / "test_layer.py").write_text(test.replace(" * 1.01", ""))
+    (said,) = ran(root, tmp_path / "out", [job("test_layer.py")]).values()
+    assert said.endswith("and passes with --fixed")
+    text = script_of(said).read_text()
+    assert "# numerics vitrail.ops.norm.triton:rms_norm is not its definition" in text
+    assert "def norm_kernel(" in text
 
 
 def test_without_the_package_it_cannot_tell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -16,7 +16,7 @@ import torch
 
 from tests.ops.kernels import interpreted
 from vitrail.attention.fa4 import choose_fa4
-from vitrail.attention.fault import Array, LaunchFault, RuleFault, kernel_fault, legal
+from vitrail.attention.fault import Array, LaunchFault, RuleFault, kernel_fault, legal, op_fault
 from vitrail.attention.legality import broken, finding
 from vitrail.attention.plan import KERNEL_BACKENDS
 from vitrail.attention.shape import AttentionShape, AttentionSite, Phase
@@ -25,6 +25,7 @@ from vitrail.config.finding import Refused
 from vitrail.config.hardware import GPUS
 from vitrail.ops.norm import naive, triton
 from vitrail.repro.kernel import KernelCapsule, kernel_capsule
+from vitrail.repro.kernel_check import held
 from vitrail.repro.kernel_script import kernel_text
 from vitrail.repro.kernel_source import Flattener, Symbol
 from vitrail.repro.script import read_kernel, write_script
@@ -264,6 +265,50 @@ def test_a_tile_of_zero_rows_fails_alone_and_passes_with_a_legal_one(tmp_path: P
     assert alone(script, "--fixed").returncode == 0
     script.write_text(kernel_text(fault, ROOT, ""))
     assert alone(script).returncode == 0, "with the fault out of the source it passes"
+
+
+@interpreted
+def test_an_op_that_is_not_its_definition_fails_alone(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    """A norm that forgets its last channel, as in the source of the commit."""
+    root = tmp_path / "root"
+    for path in (ROOT / "vitrail").rglob("*.py"):
+        (root / path.relative_to(ROOT)).parent.mkdir(parents=True, exist_ok=True)
+        text = path.read_text()
+        if path.match("ops/norm/triton.py"):
+            assert text.count("M=channels,") == 1
+            text = text.replace("M=channels,", "M=channels - 1,")
+        (root / path.relative_to(ROOT)).write_text(text)
+    x, weight = torch.randn(5, 33, dtype=torch.float16), torch.randn(33, dtype=torch.float16)
+    fault = op_fault(triton.rms_norm, naive.rms_norm, (x, weight, 1e-5))
+    assert fault is not None
+    assert held(triton.rms_norm, naive.rms_norm, [x, weight, 1e-5]) == ""
+    script = tmp_path / "script.py"
+    script.write_text(kernel_text(fault, root, ""))
+    done = alone(script)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "from the definition" in done.stdout
+    assert alone(script, "--fixed").returncode == 0
+    script.write_text(kernel_text(fault, ROOT, ""))
+    assert alone(script).returncode == 0, "with the fault out of the source it passes"
+
+
+def test_held_sees_what_is_wrong():
+    def double(x, out):
+        out += 2 * x
+        return x * 2
+
+    x, out, whole = torch.randn(3, 5), torch.zeros(3, 5), torch.arange(4)
+    assert held(double, double, [x, out]) == ""
+    assert torch.equal(out, torch.zeros(3, 5)), "what is given stays"
+    assert "result 0: inf" in held(lambda x, out: double(x, out) * torch.nan, double, [x, out])
+    assert "result 1: " in held(lambda x, out: x * 2, double, [x, out]), "what is written counts"
+    assert held(lambda x: x.add_(1) - 1, lambda x: x + 0, [x]) == "", "an op may overwrite"
+    assert held(lambda x: x + 1, lambda x: x + 0, [whole]) == "result 0: 4 of 4 differ"
+    half = x.half()
+    assert held(lambda x: (x.float() ** 3).half(), lambda x: x**3, [half]) == ""
+    assert held(lambda x: x**3 + 1e-2, lambda x: x**3, [half]) != ""
 
 
 def test_what_is_recorded_holds_no_contents_unless_asked(monkeypatch: pytest.MonkeyPatch):

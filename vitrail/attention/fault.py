@@ -2,7 +2,8 @@
 a launch, read out of the traceback of what it raised, or a planner's rule, read out of the finding.
 A launch that does not raise costs nothing. No torch."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from inspect import signature
 from types import FrameType
 from typing import Any
 
@@ -66,7 +67,15 @@ class RuleFault(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     legal: dict[str, int] = {}
 
 
-KernelFault = LaunchFault | RuleFault
+class OpFault(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="op"):
+    """An op that differs from its definition, each MODULE:NAME, on arguments like these."""
+
+    op: str
+    definition: str
+    arguments: dict[str, Array | Number]
+
+
+KernelFault = LaunchFault | RuleFault | OpFault
 
 
 def kernel_fault(error: BaseException, values: bool = False) -> KernelFault | None:
@@ -84,6 +93,17 @@ def kernel_fault(error: BaseException, values: bool = False) -> KernelFault | No
                 return _compile_fault(given)
         cause = cause.__cause__
     return None
+
+
+def op_fault(op: Any, definition: Any, given: Sequence[Any]) -> OpFault | None:
+    """A call as data, with the values of small integer tensors; None where an argument is neither
+    tensor nor number."""
+    arguments = {
+        n: _argument(a, True) for n, a in zip(signature(op).parameters, given, strict=False)
+    }
+    if any(isinstance(a, str) for a in arguments.values()):
+        return None
+    return OpFault(op=_symbol(op), definition=_symbol(definition), arguments=arguments)
 
 
 def _frames(error: BaseException) -> Iterator[FrameType]:

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.metadata import packages_distributions, version
 from pathlib import Path
 
@@ -19,7 +19,7 @@ from vitrail.config.finding import Finding, Refused
 from vitrail.nightly.bisect import Search
 from vitrail.nightly.pieces import Pieces
 from vitrail.nightly.records import Night
-from vitrail.nightly.run import Setting, machine, run_job
+from vitrail.nightly.run import Setting, machine, run_job, run_once
 from vitrail.nightly.triage import Group, grouped
 
 SEEN, GONE, UNTOLD = 1, 0, 2
@@ -62,32 +62,42 @@ class Writer:
         self._out.mkdir(parents=True, exist_ok=True)
         path = self._out / f"{group.key}.py"
         limit_s = 3 * group.sightings[0].record.limit_s + 60
+        for capsule in self._capsules(group, search):  # by the package that failed: its sources
+            path.unlink(missing_ok=True)
+            _run(["-m", "vitrail.repro.script", str(capsule), str(path)], self._root, 10 * limit_s)
+            if path.exists() and _code(_run([str(path)], self._root, limit_s)) == SEEN:
+                mended = _code(_run([str(path), "--fixed"], self._root, limit_s)) == GONE
+                more = ", and passes with --fixed" if mended else ""
+                return f"{path}: fails alone (exit code 1){more}"
         try:
-            capsule = self._capsule(group)
-            if capsule is None:
-                path.write_text(test_script(group, search, self._night, self._root))
-            else:  # by the package that failed: it has the sources
-                words = ["-m", "vitrail.repro.script", str(capsule), str(path)]
-                done = _run(words, self._root, 10 * limit_s)
-                if not path.exists():
-                    return f"none: {_last(done)}"
+            path.write_text(test_script(group, search, self._night, self._root))
         except Refused as refused:
             return f"none: {refused.findings[0]}"
         done = _run([str(path)], self._root, limit_s)
-        code = None if done is None else done.returncode
-        if code == SEEN:
-            mended = capsule is not None and _run([str(path), "--fixed"], self._root, limit_s)
-            more = ", and passes with --fixed" if mended and mended.returncode == GONE else ""
-            return f"{path}: fails alone (exit code 1){more}"
-        return f"{path}: run alone it does not fail: exit code {code}: {_last(done)}"
+        if _code(done) == SEEN:
+            return f"{path}: fails alone (exit code 1)"
+        return f"{path}: run alone it does not fail: exit code {_code(done)}: {_last(done)}"
 
-    def _capsule(self, group: Group) -> Path | None:
+    def _capsules(self, group: Group, search: Search) -> Iterator[Path]:
+        """Those that the tests left; of wrong numbers, then that of the first op which differs
+        from its definition when the test runs once more."""
+        left = [s.capsule for s in group.sightings if s.capsule]
+        yield from self._found(left)
+        if group.kind == "numerics" and not left:
+            setting = Setting(root=self._root, out=self._out, extra=search.extra)
+            cases = run_once(search.job, setting, f"{group.key}-ops", ops=True).cases
+            yield from self._found([c.properties.get("capsule", "") for c in cases])
+
+    def _found(self, names: Sequence[str]) -> list[Path]:
         """The first that is there: of a night's other shards, beside their results."""
-        for name in (Path(s.capsule) for s in group.sightings if s.capsule):
-            for path in (name, *(folder / name.name for folder in self._folders)):
-                if path.exists():
-                    return path
-        return None
+        paths = (
+            p for n in names if n for p in (Path(n), *(f / Path(n).name for f in self._folders))
+        )
+        return [path for path in paths if path.exists()][:1]
+
+
+def _code(done: "subprocess.CompletedProcess[str] | None") -> int | None:
+    return None if done is None else done.returncode
 
 
 def _run(words: list[str], root: Path, limit_s: float) -> "subprocess.CompletedProcess[str] | None":

@@ -92,8 +92,9 @@ def _recorded(
     )
 
 
-def run_once(job: Job, setting: Setting, stem: str) -> Attempt:
-    """One process: pytest on the job's file, its report read and judged."""
+def run_once(job: Job, setting: Setting, stem: str, ops: bool = False) -> Attempt:
+    """One process: pytest on the job's file, its report read and judged. `ops`: also hold ops to
+    their definitions (`watch`)."""
     setting.out.mkdir(parents=True, exist_ok=True)
     ends = ("xml", "log", "json", "opened")
     xml, log, ended, opened = (setting.out / f"{stem}.{end}" for end in ends)
@@ -103,6 +104,7 @@ def run_once(job: Job, setting: Setting, stem: str) -> Attempt:
     command = [
         *(sys.executable, "-P", cage.__file__, f"{limit_s}", str(ended)),
         *(sys.executable, "-P", str(Path(__file__).with_name("watch.py")), str(opened)),
+        *(["--ops"] if ops else []),
         *(*job.targets, "--nightly", "--tb=native"),
         *(f"--junitxml={xml}", "-o", "junit_family=xunit1", "-o", "junit_logging=all"),
         *("-o", "timeout=0"),

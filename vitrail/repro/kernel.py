@@ -1,18 +1,14 @@
-"""A capsule of what failed within one kernel where no engine was: of a test, as the night keeps it.
-No torch."""
+"""A capsule of what failed within one kernel where no engine was: of a test."""
 
-import sys
-import traceback
-from importlib.metadata import PackageNotFoundError, version
 from typing import Literal
 
 import msgspec
+import torch
 
-from vitrail.attention.fault import KernelFault, kernel_fault
-from vitrail.config.cause import read
+from vitrail.attention.fault import KernelFault, OpFault, kernel_fault
+from vitrail.engine.evidence import cause_of, versions
 
 FORMAT = 1
-PACKAGES = ("torch", "triton", "flash-attn-4", "nvidia-cutlass-dsl")
 
 
 class KernelCapsule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -31,28 +27,17 @@ class KernelCapsule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 def kernel_capsule(error: BaseException) -> KernelCapsule | None:
     """None where no kernel's launch or plan is what raised. With the values of small integer
     tensors: for errors of tests, whose tokens are nobody's."""
-    fault = kernel_fault(error, values=True)
-    if fault is None:
-        return None
-    cause = read("".join(traceback.format_exception(error)))
+    fault, cause = kernel_fault(error, values=True), cause_of(error)
+    return None if fault is None else _capsule(fault, cause.signature, cause.title)
+
+
+def op_capsule(fault: OpFault, wrong: str) -> KernelCapsule:
+    """Of an op that is not its definition."""
+    return _capsule(fault, f"numerics {fault.op} is not its definition", wrong)
+
+
+def _capsule(fault: KernelFault, signature: str, error: str) -> KernelCapsule:
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
     return KernelCapsule(
-        signature=cause.signature,
-        error=cause.title,
-        versions={name: found for name in PACKAGES if (found := _version(name))},
-        gpu=_gpu(),
-        fault=fault,
+        signature=signature, error=error, versions=versions(), gpu=gpu, fault=fault
     )
-
-
-def _version(name: str) -> str:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return ""
-
-
-def _gpu() -> str:
-    """Where torch runs already: a launch that failed needed it."""
-    torch = sys.modules.get("torch")
-    there = torch is not None and torch.cuda.is_available()
-    return torch.cuda.get_device_name() if torch is not None and there else ""

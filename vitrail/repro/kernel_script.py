@@ -7,15 +7,19 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TypeVar
 
-from vitrail.attention.fault import Array, KernelFault, LaunchFault, Number, RuleFault
+from vitrail.attention.fault import Array, KernelFault, LaunchFault, Number, OpFault, RuleFault
 from vitrail.config.finding import Finding, Refused
-from vitrail.repro.kernel_source import Flattener, Symbol
+from vitrail.repro.kernel_source import Flat, Flattener, Symbol
 
 V = TypeVar("V")
 SYMBOL = re.compile(r"(vitrail(?:\.\w+)+):(\w+)")
 OPTIONS = ("num_warps", "num_stages", "num_ctas", "maxnreg")
 
-LAUNCH = '''
+TENSOR = '''
+DEVICE = "cuda" if ON_GPU else "cpu"
+GENERATOR = torch.Generator(DEVICE).manual_seed(0)
+
+
 def tensor(dtype, shape, stride, offset=0, values=None, block=()):
     """From the seed: floats are normal; integers those recorded, else zeros."""
     size = offset + 1 + sum((n - 1) * s for n, s in zip(shape, stride) if n)
@@ -32,8 +36,8 @@ def tensor(dtype, shape, stride, offset=0, values=None, block=()):
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     return TensorDescriptor(made, list(shape), list(stride), list(block))
-
-
+'''
+RUN = """
 def launch(changes):
     constants = CONSTANTS | changes
     if not ON_GPU:
@@ -42,7 +46,7 @@ def launch(changes):
     KERNEL[GRID](*arguments(), **constants)
     if ON_GPU:
         torch.cuda.synchronize()
-'''
+"""
 COMPILE = '''
 def launch(changes):
     """Compiled for compute capability CC, on any machine; nothing runs."""
@@ -96,6 +100,27 @@ def main():
 if __name__ == "__main__":
     sys.exit(main())
 '''
+OP = '''
+def main():
+    """0 where the op's results are the definition's; with --fixed that stands in its place."""
+    wrong = held(DEFINITION if "--fixed" in sys.argv else OP, DEFINITION, arguments())
+    if not wrong and SEEN_ON_GPU and not ON_GPU:
+        print(f"cannot tell: seen on {SEEN_ON_GPU}; Triton's interpreter does not show it")
+        return 2
+    print(wrong or "nothing is wrong")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
+'''
+# Triton's own launch in place of ours
+LAUNCHERS = {
+    Symbol("vitrail.ops.launch", name): f"""def {name}(kernel, grid, device, *given, **constants):
+    kernel[grid](*given, **constants{early})
+"""
+    for name, early in (("launch", ""), ("launch_early", ", EARLY=False"))
+}
 RULE = '''
 def main():
     """0 where the rule holds of what the arithmetic chooses."""
@@ -120,6 +145,8 @@ def kernel_text(fault: KernelFault, root: Path, gpu: str) -> str:
     try:
         if isinstance(fault, RuleFault):
             return _rule_text(fault, Flattener(root))
+        if isinstance(fault, OpFault):
+            return _op_text(fault, Flattener(root, LAUNCHERS), gpu)
         return _launch_text(fault, Flattener(root), gpu)
     except (ValueError, OSError, SyntaxError) as error:
         raise Refused(
@@ -151,10 +178,6 @@ def _launch_text(fault: LaunchFault, flattener: Flattener, gpu: str) -> str:
         for name in set(re.findall(r"tl\.arange\(0, (\w+)\)", flat.text))
         if isinstance(fault.constants.get(name), int)
     )
-    # Triton reads it when a kernel is defined
-    interpreted = '"0"' if fault.cc else '"0" if ON_GPU else "1"'
-    interpret = f'os.environ["TRITON_INTERPRET"] = {interpreted}\n'
-    head = "import os\nimport sys\n\nimport torch\n\nON_GPU = torch.cuda.is_available()\n"
     facts = [
         f"KERNEL, TILES, OPTIONS = {kernel}, {tuple(tiles)!r}, {OPTIONS!r}",
         f"CONSTANTS = {_dict(fault.constants)}",
@@ -164,17 +187,32 @@ def _launch_text(fault: LaunchFault, flattener: Flattener, gpu: str) -> str:
         facts.append(f"CC, TYPES, ALIGNED = {fault.cc}, {fault.types!r}, {fault.aligned!r}")
         run = COMPILE
     else:
-        facts += [
-            f"GRID = {fault.grid!r}",
-            'DEVICE = "cuda" if ON_GPU else "cpu"',
-            "GENERATOR = torch.Generator(DEVICE).manual_seed(0)",
-        ]
-        lines = [f"        {_given(value)},  # {name}" for name, value in _named(fault.arguments)]
-        run = LAUNCH + "\n\ndef arguments():\n    return [\n" + "\n".join(lines) + "\n    ]\n"
-    imports = sorted({*flat.imports, "import triton", "import triton.language as tl"})
-    imports.remove("import torch") if "import torch" in imports else None
-    parts = (head + interpret + "\n" + "\n".join(imports), flat.text, "\n".join(facts), run, MAIN)
-    return _joined(*parts)
+        facts.append(f"GRID = {fault.grid!r}")
+        run = _arguments(fault.arguments) + RUN
+    return _joined(_head(flat, bool(fault.cc)), flat.text, "\n".join(facts), run, MAIN)
+
+
+def _op_text(fault: OpFault, flattener: Flattener, gpu: str) -> str:
+    op, definition = (flattener.add(_symbol(name)) for name in (fault.op, fault.definition))
+    flattener.add(Symbol("vitrail.repro.kernel_check", "held"))
+    flat = flattener.flat()
+    facts = f"OP, DEFINITION = {op}, {definition}\nSEEN_ON_GPU = {gpu!r}\n"
+    return _joined(_head(flat), flat.text, facts, _arguments(fault.arguments), OP)
+
+
+def _head(flat: Flat, compiled: bool = False) -> str:
+    # Triton reads it when a kernel is defined
+    interpreted = '"0"' if compiled else '"0" if ON_GPU else "1"'
+    imports = {*flat.imports, "import triton", "import triton.language as tl"} - {"import torch"}
+    return (
+        "import os\nimport sys\n\nimport torch\n\nON_GPU = torch.cuda.is_available()\n"
+        f'os.environ["TRITON_INTERPRET"] = {interpreted}\n\n' + "\n".join(sorted(imports))
+    )
+
+
+def _arguments(given: Mapping[str, Array | Number]) -> str:
+    lines = [f"        {_given(value)},  # {name}" for name, value in _named(given)]
+    return TENSOR + "\n\ndef arguments():\n    return [\n" + "\n".join(lines) + "\n    ]\n"
 
 
 def _rule_text(fault: RuleFault, flattener: Flattener) -> str:
