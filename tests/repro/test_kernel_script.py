@@ -3,6 +3,7 @@ without the package, in a process that cannot see it."""
 
 import ast
 import importlib.util
+import os
 import random
 import re
 import subprocess
@@ -183,19 +184,31 @@ def test_a_kernel_that_was_mended_passes(monkeypatch: pytest.MonkeyPatch, tmp_pa
     assert "cannot tell: seen on H200" in done.stdout
 
 
+COMPILING = """
+import sys
+from pathlib import Path
+import msgspec
+from vitrail.attention.backends.triton import Launch
+from vitrail.attention.compile import compile_launch
+from vitrail.ops.norm.triton import norm_kernel
+from vitrail.repro.kernel import kernel_capsule
+pointers = dict.fromkeys(("x", "residual", "weight", "out", "total"), "*bf16")
+numbers = {"x_stride": "i32", "residual_stride": "i32", "eps": "fp32"}
+constants = {"M": 48, "M_BLOCK": 48, "ADD": False, "EARLY": False}
+launch = Launch(kernel=norm_kernel, types=pointers | numbers, aligned=("x", "out"),
+                constants=constants, num_warps=1, num_stages=2)
+try:
+    compile_launch(launch, 90)
+except Exception as error:
+    Path(sys.argv[1]).write_bytes(msgspec.json.encode(kernel_capsule(error)))
+"""
+
+
 def test_a_kernel_that_does_not_compile_fails_on_any_machine(tmp_path: Path):
-    pointers = dict.fromkeys(("x", "residual", "weight", "out", "total"), "*bf16")
-    numbers = {"x_stride": "i32", "residual_stride": "i32", "eps": "fp32"}
-    constants = {"M": 48, "M_BLOCK": 48, "ADD": False, "EARLY": False, "num_warps": 1}
-    fault = LaunchFault(
-        kernel="vitrail.ops.norm.triton:norm_kernel",
-        constants=constants,
-        cc=90,
-        types=pointers | numbers,
-        aligned=("x", "out"),
-    )
-    script = tmp_path / "script.py"
-    script.write_text(kernel_text(fault, ROOT, ""))
+    path, script = tmp_path / "capsule.json", tmp_path / "script.py"
+    env = {**os.environ, "TRITON_INTERPRET": "0"}
+    subprocess.run([sys.executable, "-c", COMPILING, str(path)], cwd=ROOT, env=env, check=True)
+    write_script(path, script)
     done = alone(script)
     assert done.returncode == 1, done.stdout + done.stderr
     assert "power of 2" in done.stdout

@@ -18,7 +18,9 @@ LAUNCHES = (
     "launch",
     "launch_early",
 )  # of ops/launch: (kernel, grid, device, *arguments, **constants)
-COMPILE = "compile_launch"  # of attention/compile: (launch, cc)
+# functions that compile: (launch, cc) with a local `source`; (self, cc) with an attribute of it
+COMPILES = (("attention/compile.py", "compile_launch"), ("ops/compile.py", "compile"))
+OPTIONS = ("num_warps", "num_stages", "num_ctas", "maxnreg")
 SIZES = (*range(1, 9), *(1 << i for i in range(4, 13)))
 NAMES = ("kernel", "loader", "pack")  # of a choice's numbers, those that are no sizes
 Number = int | float | bool | str | None
@@ -89,7 +91,7 @@ def kernel_fault(error: BaseException, values: bool = False) -> KernelFault | No
             file, function, given = frame.f_code.co_filename, frame.f_code.co_name, frame.f_locals
             if file.endswith("ops/launch.py") and function in LAUNCHES:
                 return _launch_fault(given, values)
-            if file.endswith("attention/compile.py") and function == COMPILE:
+            if any(file.endswith(f) and function == name for f, name in COMPILES):
                 return _compile_fault(given)
         cause = cause.__cause__
     return None
@@ -125,13 +127,17 @@ def _launch_fault(given: dict[str, Any], values: bool) -> LaunchFault:
 
 
 def _compile_fault(given: dict[str, Any]) -> LaunchFault:
-    made = given["launch"]
+    asked = given.get("launch") or given["self"]
+    source = given["source"] if "launch" in given else asked.source
+    names = source.fn.arg_names
+    constants = {names[i]: value for (i, *_), value in source.constants.items()}
+    options = {name: value for name, value in asked.options.items() if name in OPTIONS}
     return LaunchFault(
-        kernel=_symbol(made.kernel.fn),
-        constants={n: _number(c) for n, c in {**made.constants, **made.options}.items()},
+        kernel=_symbol(source.fn.fn),
+        constants={n: _number(c) for n, c in {**constants, **options}.items()},
         cc=given["cc"],
-        types=made.types,
-        aligned=made.aligned,
+        types={name: kind for name, kind in source.signature.items() if kind != "constexpr"},
+        aligned=tuple(names[i] for (i, *_), what in source.attrs.items() if what),
     )
 
 

@@ -7,13 +7,20 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TypeVar
 
-from vitrail.attention.fault import Array, KernelFault, LaunchFault, Number, OpFault, RuleFault
+from vitrail.attention.fault import (
+    OPTIONS,
+    Array,
+    KernelFault,
+    LaunchFault,
+    Number,
+    OpFault,
+    RuleFault,
+)
 from vitrail.config.finding import Finding, Refused
 from vitrail.repro.kernel_source import Flat, Flattener, Symbol
 
 V = TypeVar("V")
 SYMBOL = re.compile(r"(vitrail(?:\.\w+)+):(\w+)")
-OPTIONS = ("num_warps", "num_stages", "num_ctas", "maxnreg")
 
 TENSOR = '''
 DEVICE = "cuda" if ON_GPU else "cpu"
