@@ -9,7 +9,8 @@ from typing import Literal, NamedTuple
 
 Kind = Literal["numerics", "crash", "hang", "memory", "speed", "infrastructure", "known"]
 MAX_TITLE = 300
-CARRIER = "vitrail/config/finding.py"  # where refusals are raised that were found elsewhere
+# where refusals are raised that were found elsewhere, and what a night starts pytest by
+CARRIERS = ("vitrail/config/finding.py", "vitrail/nightly/watch.py")
 
 # `File "x.py", line 1, in f` (traceback), without the comma (faulthandler), and pytest's short form
 # of what could not be collected: `x.py:1: in f`
@@ -155,7 +156,7 @@ def _kind(error: str, text: str, raised_by_us: bool) -> Kind:
 def ours(frames: Sequence[Frame]) -> Frame | None:
     """The innermost frame of the package; else of a test function, never of its helper; else of
     any test file. `frames` from the outermost."""
-    package = [f for f in frames if f.file.startswith("vitrail/") and f.file != CARRIER]
+    package = [f for f in frames if f.file.startswith("vitrail/") and f.file not in CARRIERS]
     tests = [f for f in frames if f.file.startswith("tests/")]
     named = [f for f in tests if f.function.startswith("test_")]
     for some in (package, named, tests):

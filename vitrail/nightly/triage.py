@@ -27,7 +27,7 @@ class Sighting(msgspec.Struct, frozen=True, kw_only=True):
 
 class Group(msgspec.Struct, frozen=True, kw_only=True):
     """All failures of one cause. `risk` of a change where it lies; `first_bad` the commit that
-    brought it, where it was looked for."""
+    brought it, where it was looked for; `repro` a file that fails alone, or why there is none."""
 
     key: str
     kind: Kind
@@ -37,6 +37,7 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
     issue: Issue | None = None
     risk: str = ""
     first_bad: str = ""
+    repro: str = ""
 
     @property
     def name(self) -> str:
