@@ -29,6 +29,7 @@ from vitrail.ops.moe.plan import (
     router_tiles,
 )
 from vitrail.ops.moe.tile import ExpertsPlan, Tile
+from vitrail.ops.record import on_gpu
 
 ROUTER_BK = 64  # channels of a span that are multiplied at once
 LAID = 16  # blocks that a program of `moe_lay` lays
@@ -138,7 +139,7 @@ def _scores(
         BK=ROUTER_BK,
         SPAN=made.span,
         WIDTH=made.width,
-        MULTIPLY=tl.bfloat16 if x_TM.is_cuda else tl.float32,
+        MULTIPLY=tl.bfloat16 if on_gpu(x_TM.device) else tl.float32,
         COUNTS=power_of_2(num_experts + choice.num_shared),
         num_warps=4,
         num_stages=3,
