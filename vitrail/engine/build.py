@@ -267,10 +267,12 @@ def capture_tower(
     if vision is None or not isinstance(model, ImageModel) or not wanted:
         return None
     rungs = rungs_of(vision, *patches, model.image_sites(), plans)
-    before = torch.cuda.memory_reserved(device)
+    torch.cuda.empty_cache()
+    before = torch.cuda.mem_get_info(device)[0]
     graphs = EncodeGraphs(model, plans, vision, rungs, device)
     graphs.capture()
-    taken = torch.cuda.memory_reserved(device) - before
+    torch.cuda.empty_cache()
+    taken = before - torch.cuda.mem_get_info(device)[0]
     said = "%d graphs of the tower, of up to %d patches: %d MiB"
     log.info(said, len(rungs), graphs.most, taken >> 20)
     return graphs
