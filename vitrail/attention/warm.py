@@ -4,11 +4,13 @@ Triton and by `backends/kept`, which makes two things cheap: the next start, and
 processes of their own that begin while this one still loads (`warm_ahead`). Those only fill the
 disk: what is found wrong, and in which order, is decided here."""
 
+import logging
 import os
 import subprocess
 import sys
+import tempfile
+import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
 from typing import NamedTuple
 
 import msgspec
@@ -17,6 +19,8 @@ from vitrail.attention.decode_spec import Spec, spec
 from vitrail.attention.plan import AttentionPlan
 from vitrail.config.finding import Finding
 from vitrail.config.hardware import Hardware
+
+log = logging.getLogger("vitrail.attention")
 
 
 class Question(msgspec.Struct, frozen=True, kw_only=True):
@@ -38,14 +42,18 @@ def warm_ahead(plans: Iterable[AttentionPlan], gpu: Hardware) -> list[subprocess
     for number in range(most if len(wanted) > 1 else 0):
         names = list(wanted)[number::most]
         question = Question(plans=[wanted[n] for n in names], names=names, gpu=gpu)
-        command = [sys.executable, "-m", "vitrail.attention.warm_process"]
-        process = subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.DEVNULL)
-        assert process.stdin is not None, "asked for"
-        started.append(process)
-        # one that has ended already is no fault of this start: `warm` finds out what for
-        with suppress(BrokenPipeError), process.stdin as asked:
-            asked.write(msgspec.json.encode(question))
+        started.append(ask_beside("vitrail.attention.warm_process", question))
     return started
+
+
+def ask_beside(module: str, question: msgspec.Struct) -> subprocess.Popen[bytes]:
+    """Run `module` as a program with `question` on its standard input, and wait for nothing: a pipe
+    takes no more than 64 KiB before somebody reads, a file takes all."""
+    with tempfile.TemporaryFile() as asked:
+        asked.write(msgspec.json.encode(question))
+        asked.seek(0)
+        command = [sys.executable, "-m", module]
+        return subprocess.Popen(command, stdin=asked, stderr=subprocess.DEVNULL)
 
 
 def answer(question: Question) -> None:
@@ -71,10 +79,12 @@ def warm(plans: Iterable[AttentionPlan], gpu: Hardware) -> list[Finding]:
             jobs.setdefault(name, (plan, job))
     found: list[Finding] = []
     for plan, job in jobs.values():
+        began = time.perf_counter()
         try:
             job.make()
         except Exception as error:  # noqa: BLE001  whatever a compiler raises is a refusal
             found.append(_failed(plan, gpu, error))
+        log.debug("%s %s: %.2f s", plan.backend, plan.kernel, time.perf_counter() - began)
     return found
 
 
@@ -82,18 +92,21 @@ def _jobs(plan: AttentionPlan, gpu: Hardware) -> Iterator[tuple[str, Job]]:
     """What is compiled for a plan, by a name that equal kernels share."""
     if plan.backend == "reference":
         return
-    from vitrail.attention.backends.kept import is_kept
+    from vitrail.attention.backends.kept import is_kept, note, noted
     from vitrail.attention.compile import compile_launch, triton_launches
 
     for launch in triton_launches(plan):
-        # a look at Triton's disk costs about what finding it there does
-        yield repr(launch), Job(lambda launch=launch: compile_launch(launch, gpu.cc), lambda: True)
-    if plan.backend == "cute":
-        made = spec(plan)
+        name = f"triton {launch}"
         yield (
-            repr(made),
-            Job(lambda: _cute(made), lambda: is_kept(f"cute {made}", ("decode",))),
+            repr(launch),
+            Job(
+                lambda launch=launch, name=name: (compile_launch(launch, gpu.cc), note(name)),
+                lambda name=name: noted(name),
+            ),
         )
+    if plan.backend == "cute":
+        one = spec(plan)
+        yield repr(one), Job(lambda: _cute(one), lambda: is_kept(f"cute {one}", ("decode",)))
     if plan.backend == "fa4":
         from vitrail.attention.backends.fa4 import kernels_of, launches, parts_of
 

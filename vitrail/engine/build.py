@@ -8,7 +8,7 @@ after it."""
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import NamedTuple, cast
@@ -17,9 +17,9 @@ import torch
 from torch import nn
 
 from vitrail.attention.installed import releases
-from vitrail.attention.plan import PlanTable, make_table
+from vitrail.attention.plan import AttentionPlan, PlanTable, make_table
 from vitrail.attention.shape import AttentionSite, Phase
-from vitrail.attention.warm import warm, warm_ahead
+from vitrail.attention.warm import warm
 from vitrail.cache.encoder import EncoderCache
 from vitrail.cache.encoder_pool import EncoderPool
 from vitrail.cache.kv_pool import KvPool
@@ -58,7 +58,7 @@ from vitrail.engine.prepare import ServingFacts
 from vitrail.engine.runner import Runner, RunnerParts
 from vitrail.engine.sampler import Sampler
 from vitrail.engine.scheduler import Scheduler, SchedulerLimits
-from vitrail.engine.warm_steps import Ahead, begin
+from vitrail.engine.warm_steps import Ahead
 from vitrail.layers.linear import torch_dtype
 from vitrail.models.checkpoint import Checkpoint
 from vitrail.models.interface import ImageModel, Model, ModelEntry
@@ -86,6 +86,7 @@ class _Stages:
     def done(self, name: str) -> None:
         now = time.perf_counter()
         self._took.append(f"{name} {now - self._last:.1f}")
+        log.debug("%s: %.2f s", name, now - self._last)
         self._last = now
 
     def __str__(self) -> str:
@@ -109,13 +110,20 @@ def build_engine(
     dtype = served_dtype(config, model_config, device.type == "cpu")
     frames = video_frames_of(config, model_config)
     model = model_of(config, entry, model_config, dtype, device)
-    with _compile_ahead(config, checkpoint, model_config, model, dtype, hardware) as ahead:
-        patches = encoder_budget(config, model_config, processor, hardware)
-        tower_plans = image_plans(config, model, model_config.vision, dtype, patches, hardware)
-        stages.done("plans and kernels of the tower")
+    patches = encoder_budget(config, model_config, processor, hardware)
+    tower_plans = image_plans(config, model, model_config.vision, dtype, patches, hardware)
+    guess = _text_plans_ahead(config, model_config, model, dtype, hardware)
+    with Ahead() as ahead:
+        ahead.compile_attention([*tower_plans, *guess], hardware)
+        ahead.compile_steps(config, checkpoint)
+        stages.done("plans")
         load_weights(config, entry, model_config, model, checkpoint, device, progress)
         model = computed_as_asked(config, model, model_config.vision, device)
         stages.done("weights")
+        ahead.finish_attention()
+        stages.done("compilers of the attention")
+        ready(tower_plans, hardware)
+        stages.done("kernels of the tower")
         largest = None if processor is None else processor.max_patches
         budget = (patches, largest)
         encode_graphs = capture_tower(
@@ -166,33 +174,31 @@ def image_plans(
     patches: int,
     hardware: Hardware,
 ) -> PlanTable:
+    """As decided. Nothing is compiled yet."""
     limits = accept(image_limits(vision, dtype, patches))
     limits = replace(limits, batch_invariant=config.deterministic)
     sites = model.image_sites() if isinstance(model, ImageModel) else ()
     prefer = attention_of(config, hardware)
-    return _ready(make_table(sites, limits, hardware, prefer, releases()), hardware)
+    return make_table(sites, limits, hardware, prefer, releases())
 
 
-def _compile_ahead(
+def _text_plans_ahead(
     config: EngineConfig,
-    checkpoint: Checkpoint,
     model_config: ModelConfig,
     model: Model,
     dtype: DType,
     hardware: Hardware,
-) -> Ahead:
-    """Begin with the decoder's kernels while the tower's are compiled and weights are read. How
-    long requests may be is not known yet, so this is a guess that decides nothing."""
-    ahead = begin(config, checkpoint)
+) -> Iterable[AttentionPlan]:
+    """The decoder's, whose kernels are compiled while weights are read. How long requests may be is
+    not known yet, so this is a guess that decides nothing."""
     most = model_config.text.max_position
     longest = min(config.max_model_len or most, most)
     with suppress(Refused):
-        plans = _text_plans(config, model.text_sites(), dtype, longest, hardware)
-        ahead.add(warm_ahead(plans, hardware))
-    return ahead
+        return _text_plans(config, model.text_sites(), dtype, longest, hardware)
+    return ()
 
 
-def _ready(plans: PlanTable, hardware: Hardware) -> PlanTable:
+def ready(plans: PlanTable, hardware: Hardware) -> PlanTable:
     """Say why plans are not the best ones, and compile what they name. Raises `Refused`."""
     for warning in plans.warnings:
         log.warning("%s", warning)
@@ -314,7 +320,7 @@ def _assemble(
     # One page more than the manager knows of: where padded rows write.
     pool = KvPool(specs, sizes.cache.num_pages + bool(graphs), config.page_size, device)
     sites, hardware = model.text_sites(), hardware_of(device)
-    plans = _ready(_text_plans(config, sites, dtype, sizes.max_model_len, hardware), hardware)
+    plans = ready(_text_plans(config, sites, dtype, sizes.max_model_len, hardware), hardware)
     stages.done("plans and kernels of the decoder")
     row_bytes = model_config.text.hidden_size * ITEM_BYTES[dtype]
     encoder_pool = EncoderPool()

@@ -12,8 +12,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, replace
 from typing import cast
 
@@ -21,11 +20,13 @@ import msgspec
 import torch
 from torch import Tensor, nn
 
-from vitrail.attention.plan import PlanLimits, make_table
+from vitrail.attention.plan import AttentionPlan, PlanLimits, make_table
 from vitrail.attention.shape import Phase
+from vitrail.attention.warm import ask_beside, warm_ahead
 from vitrail.cache.kv_pool import KvPool
 from vitrail.check.sizes import graph_sizes, stored_specs
 from vitrail.config.engine import EngineConfig
+from vitrail.config.hardware import Hardware
 from vitrail.config.model import DType, ModelConfig
 from vitrail.engine.batch import BatchBuilder
 from vitrail.engine.deterministic import model_of
@@ -69,39 +70,59 @@ def shortened(model: ModelConfig) -> ModelConfig:
 
 class Ahead:
     """The processes at work, which end with the block that began them where that raises: a start
-    that is refused leaves none behind. `name`: of what they compile, None where there is
-    nothing."""
+    that is refused leaves none behind."""
 
-    def __init__(self, name: str | None = None, running: Sequence[subprocess.Popen[bytes]] = ()):
-        self._name, self._running = name, list(running)
+    def __init__(self) -> None:
+        self._attention: list[subprocess.Popen[bytes]] = []
+        self._steps: list[subprocess.Popen[bytes]] = []
+        self._name: str | None = None  # of what the steps' compile, None where there is nothing
 
     def __enter__(self) -> "Ahead":
         return self
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
-        for process in self._running:
+        for process in (*self._attention, *self._steps):
             if process.poll() is None:
                 process.kill()
                 process.wait()
 
-    def add(self, more: Sequence[subprocess.Popen[bytes]]) -> None:
-        """Others, to be waited for as well."""
-        self._running += more
+    def compile_attention(self, plans: Iterable[AttentionPlan], hardware: Hardware) -> None:
+        """Begin with what `plans` name."""
+        self._attention += warm_ahead(plans, hardware)
+
+    def compile_steps(self, config: EngineConfig, checkpoint: Checkpoint) -> None:
+        """Begin with the operations of decode steps, in as many processes as the machine has room
+        for: none on a CPU, where two would not fit, or where an earlier start has noted that
+        nothing is missing."""
+        shapes, hardware, device = placed(config, checkpoint)
+        sizes = graph_sizes(config, device.type == "cpu")
+        if not sizes:
+            return
+        from vitrail.attention.backends.kept import noted  # Triton's disk, which a CPU has not
+
+        name = f"decode steps {sizes} {shapes} {config.page_size} {config.deterministic}"
+        if noted(name):
+            return
+        self._name = name
+        with torch.device("meta"):
+            model = cast(nn.Module, load_entry(checkpoint.architecture).build(*_small(shapes)))
+        each = CONTEXT_BYTES + sum(p.numel() * p.element_size() for p in model.parameters())
+        room = int(MEMORY_SHARE * hardware.hbm_bytes // each)
+        most = min(MOST_PROCESSES, (os.cpu_count() or 1) // 2, room, len(sizes))
+        fields = asdict(config)
+        for number in range(most if most > 1 else 0):
+            steps = Steps(config=fields, sizes=sizes[number::most])
+            self._steps.append(ask_beside("vitrail.engine.warm_steps", steps))
+
+    def finish_attention(self, seconds: float = LIMIT_SECONDS) -> None:
+        """Wait for its kernels, so that none is compiled here once more; end what takes too
+        long."""
+        _finish(self._attention, seconds)
 
     def finish(self, seconds: float = LIMIT_SECONDS) -> None:
-        """Wait for them, so that the device's memory is the engine's alone; end those that take too
+        """Wait for all, so that the device's memory is the engine's alone; end what takes too
         long."""
-        until = time.monotonic() + seconds
-        for process in self._running:
-            try:
-                code = process.wait(max(0.0, until - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                process.kill()
-                code = process.wait()
-            if code:
-                log.warning(
-                    "kernels are compiled by the engine: a process for them ended (%d)", code
-                )
+        _finish((*self._attention, *self._steps), seconds)
 
     def note(self) -> None:
         """All that they were for is compiled now, by whomever: the next start needs none."""
@@ -111,36 +132,16 @@ class Ahead:
             note(self._name)
 
 
-def begin(config: EngineConfig, checkpoint: Checkpoint) -> Ahead:
-    """Start as many as the machine has room for: none on a CPU, where two would not fit, or where
-    an earlier start has noted that nothing is missing."""
-    shapes, hardware, device = placed(config, checkpoint)
-    sizes = graph_sizes(config, device.type == "cpu")
-    if not sizes:
-        return Ahead()
-    from vitrail.attention.backends.kept import noted  # Triton's disk, which a CPU has not
-
-    name = f"decode steps {sizes} {shapes} {config.page_size} {config.deterministic}"
-    if noted(name):
-        return Ahead()
-    with torch.device("meta"):
-        model = cast(nn.Module, load_entry(checkpoint.architecture).build(*_small(shapes)))
-    each = CONTEXT_BYTES + sum(p.numel() * p.element_size() for p in model.parameters())
-    room = int(MEMORY_SHARE * hardware.hbm_bytes // each)
-    most = min(MOST_PROCESSES, (os.cpu_count() or 1) // 2, room, len(sizes))
-    if most < 2:
-        return Ahead(name)
-    return Ahead(name, [_start(config, sizes[number::most]) for number in range(most)])
-
-
-def _start(config: EngineConfig, sizes: list[int]) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", "vitrail.engine.warm_steps"]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.DEVNULL)
-    assert process.stdin is not None, "asked for"
-    # one that has ended already is told of when it is waited for
-    with suppress(BrokenPipeError), process.stdin as asked:
-        asked.write(msgspec.json.encode(Steps(config=asdict(config), sizes=sizes)))
-    return process
+def _finish(processes: Iterable[subprocess.Popen[bytes]], seconds: float) -> None:
+    until = time.monotonic() + seconds
+    for process in processes:
+        try:
+            code = process.wait(max(0.0, until - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            code = process.wait()
+        if code:
+            log.warning("kernels are compiled by the engine: a process for them ended (%d)", code)
 
 
 def _small(shapes: Shapes) -> tuple[ModelConfig, DType]:
@@ -196,6 +197,7 @@ def _run(step: Callable[[], Tensor]) -> tuple[Graph, Tensor]:
 
 
 def main() -> None:
+    os.nice(5)  # the attention's compilers are waited for first
     steps = msgspec.json.decode(sys.stdin.buffer.read(), type=Steps)
     config = EngineConfig(**steps.config)  # pyright: ignore[reportArgumentType]
     run_steps(config, open_checkpoint(config.model, config.revision), steps.sizes)
