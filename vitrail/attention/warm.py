@@ -105,8 +105,8 @@ def _jobs(plan: AttentionPlan, gpu: Hardware) -> Iterator[tuple[str, Job]]:
             ),
         )
     if plan.backend == "cute":
-        one = spec(plan)
-        yield repr(one), Job(lambda: _cute(one), lambda: is_kept(f"cute {one}", ("decode",)))
+        made = spec(plan)
+        yield repr(made), Job(lambda: _cute(made), lambda: is_kept(f"cute {made}", ("decode",)))
     if plan.backend == "fa4":
         from vitrail.attention.backends.fa4 import kernels_of, launches, parts_of
 
