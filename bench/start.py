@@ -90,16 +90,15 @@ def start(kernels: str, rest: list[str]) -> float:
 
 
 def child(tiny: bool, settings: dict[str, object]) -> None:
-    """Build the engine."""
+    """Build the engine, as the server's process does."""
     logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s")
     logging.getLogger("vitrail").setLevel(logging.DEBUG)
     from bench.kimi_vl_shape import TEXT, TINY, TINY_VISION, VISION, write, write_published
     from vitrail.config.engine import EngineConfig
-    from vitrail.engine.build import build_engine
+    from vitrail.engine.ahead import Ahead
     from vitrail.models.assets import load_processor_of
     from vitrail.models.checkpoint import open_checkpoint
 
-    print("imported", flush=True)
     with tempfile.TemporaryDirectory() as folder:
         chosen: dict[str, object] = {"max_model_len": 16384, "device": "cuda"}
         write_published(Path(folder))
@@ -107,8 +106,13 @@ def child(tiny: bool, settings: dict[str, object]) -> None:
             chosen = {"max_model_len": 256, "device": "cpu"}
             write(Path(folder), TEXT | TINY, VISION | TINY_VISION, 620)
         config = EngineConfig(model=folder, weights="random", **chosen | settings)  # pyright: ignore[reportArgumentType]
-        checkpoint = open_checkpoint(folder)
-        built = build_engine(config, checkpoint, load_processor_of(checkpoint))
+        with Ahead.begin(config) as ahead:
+            from vitrail.engine.build import build_engine
+
+            print("imported", flush=True)
+            checkpoint = open_checkpoint(folder)
+            processor = load_processor_of(checkpoint)
+            built = build_engine(config, checkpoint, processor, ahead=ahead)
         print(READY, built.facts.kv_tokens, "tokens", flush=True)
 
 

@@ -1,17 +1,13 @@
 """What an engine compiles before it serves: every kernel that its plans name, each once; and what
 fails to compile is refused."""
 
-import subprocess
-import sys
 from pathlib import Path
-from typing import IO
 
 import msgspec
 import pytest
 
 from tests.attention.compile_cases import GQA, MLA, site
 from vitrail.attention import compile as triton_compiler
-from vitrail.attention import warm as warm_module
 from vitrail.attention.backends import cute, fa4, kept
 from vitrail.attention.backends.fa4 import mend_launch
 from vitrail.attention.backends.triton import join_launch
@@ -19,7 +15,7 @@ from vitrail.attention.decode_spec import spec
 from vitrail.attention.fa4 import RELEASE
 from vitrail.attention.plan import CUTLASS_RELEASE, PlanLimits, make_table
 from vitrail.attention.shape import Phase
-from vitrail.attention.warm import Question, answer, warm, warm_ahead
+from vitrail.attention.warm import Question, answer, missing, warm
 from vitrail.config.hardware import CPU, find
 
 pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl (the extra fa4)")
@@ -87,33 +83,24 @@ def test_what_does_not_compile_is_refused(asked: list[str], monkeypatch):
     assert "cute on H200" in found[0].where
 
 
-def test_compilers_ahead_are_asked_for_each_missing_kernel_once(
-    asked: list[str], monkeypatch: pytest.MonkeyPatch
-):
-    """Their processes are this one here: what they are told on their standard input is answered."""
-    told: list[bytes] = []
-
-    class Process:
-        def __init__(self, command: list[str], stdin: IO[bytes], **_: object):
-            assert command[1:] == ["-m", "vitrail.attention.warm_process"]
-            told.append(stdin.read())
-
-    monkeypatch.setattr(warm_module.subprocess, "Popen", Process)
-    monkeypatch.setattr(warm_module.os, "cpu_count", lambda: 5)
+def test_what_is_missing_is_asked_for_once_and_changes_nothing_here(asked: list[str], disk: Path):
+    """Each question travels as JSON to a compiler's process, which is this one here."""
     plans = table()
-    assert len(warm_ahead(plans, H200)) == len(told) == 3, "two cores are left to the others"
-    for question in told:
-        answer(msgspec.json.decode(question, type=Question))
+    for question in missing(plans, H200):
+        answer(msgspec.json.decode(msgspec.json.encode(question), type=Question))
     ahead = sorted(asked)
+    assert len(ahead) == len(set(ahead))
     asked.clear()
+    for note in disk.iterdir():  # of Triton's
+        note.unlink()
     assert warm(plans, H200) == []
-    assert sorted(asked) == ahead, "what was told changes nothing here"
+    assert sorted(asked) == ahead
 
 
-def test_what_is_kept_is_not_asked_for(asked: list[str], monkeypatch: pytest.MonkeyPatch):
+def test_what_is_kept_is_not_missing(asked: list[str], disk: Path):
     """Triton's are noted when they have been compiled; the others lie there."""
-    monkeypatch.setattr(warm_module.subprocess, "Popen", lambda *a, **k: pytest.fail("started"))
     plans = table()
+    assert missing(plans, H200)
     assert warm(plans, H200) == []
     for plan in plans:
         names = [(f"cute {spec(plan)}", ("decode",))] if plan.backend == "cute" else []
@@ -122,13 +109,15 @@ def test_what_is_kept_is_not_asked_for(asked: list[str], monkeypatch: pytest.Mon
         for name, parts in names:
             for file in kept._files(name, parts, None, None):
                 file.touch()
-    assert warm_ahead(plans, H200) == []
+    assert missing(plans, H200) == []
 
 
-def test_a_compilers_process_answers(tmp_path: Path):
-    """For a plan that names nothing to compile; another question is an error of its own."""
-    command = [sys.executable, "-m", "vitrail.attention.warm_process"]
-    question = Question(plans=[], names=[], gpu=CPU)
-    done = subprocess.run(command, input=msgspec.json.encode(question), capture_output=True)
-    assert (done.returncode, done.stdout) == (0, b"")
-    assert subprocess.run(command, input=b"{}", capture_output=True).returncode == 1
+def test_a_compilers_error_is_raised_in_its_process(asked: list[str], monkeypatch):
+    def broken(one, cc):
+        raise RuntimeError("out of registers")
+
+    monkeypatch.setattr(triton_compiler, "compile_launch", broken)
+    question = next(q for q in missing(table(), H200) if q.plan.backend == "triton")
+    with pytest.raises(RuntimeError, match="out of registers"):
+        answer(question)
+    assert question.name in {q.name for q in missing(table(), H200)}, "it is still missing"

@@ -1,17 +1,15 @@
 """Compiles every kernel that a table of plans names before anything is served: what does not
 compile here is refused, and no request waits for a compiler. What was compiled is kept on disk, by
 Triton and by `backends/kept`, which makes two things cheap: the next start, and compilers in
-processes of their own that begin while this one still loads (`warm_ahead`). Those only fill the
-disk: what is found wrong, and in which order, is decided here."""
+processes of their own that begin while this one still loads (`missing`, `engine/ahead`). Those only
+fill the disk: what is found wrong, and in which order, is decided here."""
 
 import logging
-import os
-import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
-from typing import NamedTuple
+from contextlib import suppress
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
@@ -20,48 +18,35 @@ from vitrail.attention.plan import AttentionPlan
 from vitrail.config.finding import Finding
 from vitrail.config.hardware import Hardware
 
+if TYPE_CHECKING:
+    from vitrail.attention.backends.triton import Launch
+
 log = logging.getLogger("vitrail.attention")
 
 
-class Question(msgspec.Struct, frozen=True, kw_only=True):
-    """To a compiler's process: kernels `names` of what these plans name."""
+class Question(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """To a compiler's process: the kernel `name` of those that `plan` names."""
 
-    plans: list[AttentionPlan]
-    names: list[str]
+    plan: AttentionPlan
+    name: str
     gpu: Hardware
 
 
-def warm_ahead(plans: Iterable[AttentionPlan], gpu: Hardware) -> list[subprocess.Popen[bytes]]:
-    """Compile what is not on disk yet in processes of their own, as many as there are cores for,
-    and do not wait: the caller does. What fails in one is found by `warm`."""
-    wanted: dict[str, AttentionPlan] = {}
+def missing(plans: Iterable[AttentionPlan], gpu: Hardware) -> list[Question]:
+    """What is not on disk yet of what `plans` name, each kernel once, in their order."""
+    found: dict[str, Question] = {}
     for plan in plans:
-        wanted |= {name: plan for name, job in _jobs(plan, gpu) if not job.kept()}
-    most = min(len(wanted), max(1, (os.cpu_count() or 1) - 2))
-    started: list[subprocess.Popen[bytes]] = []
-    for number in range(most if len(wanted) > 1 else 0):
-        names = list(wanted)[number::most]
-        question = Question(plans=[wanted[n] for n in names], names=names, gpu=gpu)
-        started.append(ask_beside("vitrail.attention.warm_process", question))
-    return started
-
-
-def ask_beside(module: str, question: msgspec.Struct) -> subprocess.Popen[bytes]:
-    """Run `module` as a program with `question` on its standard input, and wait for nothing: a pipe
-    takes no more than 64 KiB before somebody reads, a file takes all."""
-    with tempfile.TemporaryFile() as asked:
-        asked.write(msgspec.json.encode(question))
-        asked.seek(0)
-        command = [sys.executable, "-m", module]
-        return subprocess.Popen(command, stdin=asked, stderr=subprocess.DEVNULL)
+        for name, job in _jobs(plan, gpu):
+            if name not in found and not job.kept():
+                found[name] = Question(plan=plan, name=name, gpu=gpu)
+    return list(found.values())
 
 
 def answer(question: Question) -> None:
     """The process's side: compile what was asked for. Raises what a compiler raises."""
-    for plan, wanted in zip(question.plans, question.names, strict=True):
-        for name, job in _jobs(plan, question.gpu):
-            if name == wanted:
-                job.make()
+    for name, job in _jobs(question.plan, question.gpu):
+        if name == question.name:
+            job.make()
 
 
 class Job(NamedTuple):
@@ -69,6 +54,15 @@ class Job(NamedTuple):
 
     make: Callable[[], object]
     kept: Callable[[], bool]
+
+
+def prepare(plans: Iterable[AttentionPlan]) -> None:
+    """Import what kernels on disk are loaded with: seconds, which compilers at work hide."""
+    if any(plan.backend in ("cute", "fa4") for plan in plans):
+        from vitrail.attention.backends.kept import preload
+
+        with suppress(ImportError):  # `warm` says so
+            preload()
 
 
 def warm(plans: Iterable[AttentionPlan], gpu: Hardware) -> list[Finding]:
@@ -92,32 +86,31 @@ def _jobs(plan: AttentionPlan, gpu: Hardware) -> Iterator[tuple[str, Job]]:
     """What is compiled for a plan, by a name that equal kernels share."""
     if plan.backend == "reference":
         return
-    from vitrail.attention.backends.kept import is_kept, note, noted
-    from vitrail.attention.compile import compile_launch, triton_launches
+    from vitrail.attention.backends.kept import is_kept, noted
+    from vitrail.attention.compile import triton_launches
 
     for launch in triton_launches(plan):
         name = f"triton {launch}"
-        yield (
-            repr(launch),
-            Job(
-                lambda launch=launch, name=name: (compile_launch(launch, gpu.cc), note(name)),
-                lambda name=name: noted(name),
-            ),
-        )
+        make = partial(_triton, launch, gpu.cc, name)
+        yield repr(launch), Job(make, partial(noted, name))
     if plan.backend == "cute":
         made = spec(plan)
-        yield repr(made), Job(lambda: _cute(made), lambda: is_kept(f"cute {made}", ("decode",)))
+        kept = partial(is_kept, f"cute {made}", ("decode",))
+        yield repr(made), Job(partial(_cute, made), kept)
     if plan.backend == "fa4":
         from vitrail.attention.backends.fa4 import kernels_of, launches, parts_of
 
         for one in launches(plan):
-            yield (
-                repr(one),
-                Job(
-                    lambda one=one: kernels_of(one),
-                    lambda one=one: is_kept(f"fa4 {one}", parts_of(one)),
-                ),
-            )
+            kept = partial(is_kept, f"fa4 {one}", parts_of(one))
+            yield repr(one), Job(partial(kernels_of, one), kept)
+
+
+def _triton(launch: "Launch", cc: int, name: str) -> None:
+    from vitrail.attention.backends.kept import note
+    from vitrail.attention.compile import compile_launch
+
+    compile_launch(launch, cc)
+    note(name)
 
 
 def _cute(made: Spec) -> object:

@@ -19,7 +19,7 @@ from torch import nn
 from vitrail.attention.installed import releases
 from vitrail.attention.plan import AttentionPlan, PlanTable, make_table
 from vitrail.attention.shape import AttentionSite, Phase
-from vitrail.attention.warm import warm
+from vitrail.attention.warm import missing, prepare, warm
 from vitrail.cache.encoder import EncoderCache
 from vitrail.cache.encoder_pool import EncoderPool
 from vitrail.cache.kv_pool import KvPool
@@ -45,6 +45,7 @@ from vitrail.config.engine import EngineConfig, validate
 from vitrail.config.finding import Refused, accept, errors
 from vitrail.config.hardware import Hardware
 from vitrail.config.model import DType, ModelConfig, VisionConfig
+from vitrail.engine.ahead import Ahead
 from vitrail.engine.batch import BatchBuilder
 from vitrail.engine.deterministic import attention_of, computed_as_asked, model_of
 from vitrail.engine.encode import ImageEncoder
@@ -58,7 +59,7 @@ from vitrail.engine.prepare import ServingFacts
 from vitrail.engine.runner import Runner, RunnerParts
 from vitrail.engine.sampler import Sampler
 from vitrail.engine.scheduler import Scheduler, SchedulerLimits
-from vitrail.engine.warm_steps import Ahead
+from vitrail.engine.warm_steps import missing_steps, note_steps
 from vitrail.layers.linear import torch_dtype
 from vitrail.models.checkpoint import Checkpoint
 from vitrail.models.interface import ImageModel, Model, ModelEntry
@@ -98,9 +99,11 @@ def build_engine(
     checkpoint: Checkpoint,
     processor: ImageProcessor | None,
     progress: load.Progress | None = None,
+    ahead: Ahead | None = None,
 ) -> Built:
     """Raises `Refused` with every finding of the first stage that has any: choices, config.json,
-    weights (headers), attention plans, cache size. Weights are read after all but the last."""
+    weights (headers), attention plans, cache size. Weights are read after all but the last.
+    `ahead`: compilers that have begun already; they end here."""
     stages = _Stages()
     if found := errors(validate(config)):
         raise Refused(found)
@@ -113,15 +116,15 @@ def build_engine(
     patches = encoder_budget(config, model_config, processor, hardware)
     tower_plans = image_plans(config, model, model_config.vision, dtype, patches, hardware)
     guess = _text_plans_ahead(config, model_config, model, dtype, hardware)
-    with Ahead() as ahead:
-        ahead.compile_attention([*tower_plans, *guess], hardware)
-        ahead.compile_steps(config, checkpoint)
+    steps_name, steps = missing_steps(config, checkpoint)
+    with ahead or Ahead.begin(config) as ahead:
+        ahead.ask(missing([*tower_plans, *guess], hardware), steps)
         stages.done("plans")
         load_weights(config, entry, model_config, model, checkpoint, device, progress)
         model = computed_as_asked(config, model, model_config.vision, device)
         stages.done("weights")
-        ahead.finish_attention()
-        stages.done("compilers of the attention")
+        prepare(tower_plans)
+        ahead.finish_kernels()
         ready(tower_plans, hardware)
         stages.done("kernels of the tower")
         largest = None if processor is None else processor.max_patches
@@ -138,7 +141,8 @@ def build_engine(
     engine = _assemble(
         config, model_config, model, sizes, tower_plans, device, stages, encode_graphs
     )
-    ahead.note()
+    if steps_name is not None:
+        note_steps(steps_name)
     log.info(
         "ready in %s: %s on %s in %s, %d KV tokens in %d pages of %s",
         stages,
