@@ -32,7 +32,7 @@ def program(monkeypatch: pytest.MonkeyPatch) -> Program:
         command = ["sh", "-c", code[3:]] if code.startswith("sh ") else [sys.executable, "-c", code]
         whole = subprocess.Popen
 
-        def start(_: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:
+        def start(_: Sequence[str], **options: Any) -> Any:
             return whole(command, **options)
 
         monkeypatch.setattr(subprocess, "Popen", start)

@@ -6,10 +6,11 @@ from pathlib import Path
 import pytest
 
 from tests.models.cases import CASES
+from vitrail.check.steps import shortened
 from vitrail.cli import DEMO
 from vitrail.config.engine import EngineConfig
 from vitrail.engine.placement import placed
-from vitrail.engine.warm_steps import missing_steps, run_steps, shortened
+from vitrail.engine.warm_steps import missing_steps, run_steps
 from vitrail.models.checkpoint import open_checkpoint
 
 CONFIG = EngineConfig(model=str(DEMO), device="cpu")
