@@ -19,6 +19,7 @@ from typing import NamedTuple
 import numpy as np
 from msgspec import structs
 
+from vitrail.attention.fault import kernel_fault
 from vitrail.attention.plan import AttentionPlan, PlanTable
 from vitrail.attention.shape import AttentionSite, Phase
 from vitrail.cache.spec import LayerSpec
@@ -63,6 +64,7 @@ class Facts:
             frame=cause.frame,
             trace=tuple(trace_of(error)),
             calls=calls_of(error),
+            kernel=kernel_fault(error),
             architecture=self.checkpoint.architecture,
             config=dict(self.checkpoint.config),
             generation=dict(self.checkpoint.generation),
@@ -172,11 +174,11 @@ class Recorder:
     def _steps(self, recent: Sequence[_Noted]) -> tuple[Step, ...]:
         """Steps that lean on none before them."""
         known = {setup.seq: setup for setup in (*self._retired, *self._slots.values())}
-        owner = {s.slot: s.seq for noted in recent for s in _rows(noted.plan)}  # the last one
-        used = {page for noted in recent for s in _rows(noted.plan) for page in s.new_pages}
+        owner = {s.slot: s.seq for noted in recent for s in noted.plan.rows}  # the last one
+        used = {page for noted in recent for s in noted.plan.rows for page in s.new_pages}
         first: dict[int, SequenceStep] = {}
         for noted in recent:
-            for s in _rows(noted.plan):
+            for s in noted.plan.rows:
                 first.setdefault(s.seq, s)
         before = {s.seq: s for s in first.values() if s.pages_before}
         pages = {
@@ -309,10 +311,6 @@ def _setup(s: SlotSetup) -> Setup:
         logprobs=p.logprobs,
         prompt_logprobs=p.prompt_logprobs,
     )
-
-
-def _rows(plan: StepPlan) -> tuple[SequenceStep, ...]:
-    return (*plan.prefills, *plan.decodes)
 
 
 def _with_pages(plan: StepPlan, pages: dict[int, tuple[int, ...]]) -> StepPlan:
