@@ -240,11 +240,9 @@ def test_a_picture_that_fails_alone_leaves_a_capsule(golden: Golden, capsules: M
     assert {p.shape.phase for p in capsule.plans} >= {"encode"}
 
 
-def test_what_the_kernels_frames_held_is_there_by_size(
+def test_what_a_kernel_raises_is_a_kernels(
     golden: Golden, capsules: Made, monkeypatch: pytest.MonkeyPatch
 ):
-    """An error within a kernel's code: its kind, and the shapes and numbers of its frames."""
-
     def broken(*args: Any, **names: Any) -> Any:
         raise ValueError("no such tile")
 
@@ -255,11 +253,6 @@ def test_what_the_kernels_frames_held_is_there_by_size(
     capsule = read(path)
     assert capsule.kind == "kernel"
     assert capsule.frame.startswith("vitrail/ops/")
-    call = capsule.calls[-1]
-    assert call.file == capsule.frame.rpartition(":")[0]
-    width = capsule.config["text_config"]["hidden_size"]
-    assert (len(golden.text_ids), width) in [a.shape for a in call.arrays.values()]
-    assert call.numbers["eps"] == capsule.config["text_config"]["rms_norm_eps"]
 
 
 @pytest.mark.timeout(30)

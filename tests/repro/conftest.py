@@ -23,7 +23,7 @@ def plant(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
     from vitrail.models.kimi_vl import model
 
     for owner, name in (
-        (batch.BatchBuilder, "pack"),
+        (batch.BatchBuilder, "turn_pages"),
         (runner.Runner, "__init__"),
         (runner.Fetched, "read"),
         (norm.RmsNorm, "add"),

@@ -11,14 +11,28 @@ def rows() -> None:
     """A layout that refuses two decodes or more where one is at position 30 or later."""
     from vitrail.engine.batch import BatchBuilder
 
-    pack = BatchBuilder.pack
+    turn_pages = BatchBuilder.turn_pages
 
-    def faulty(self: Any, plan: Any, inputs: Any, plans: Any, sent: Any) -> Any:
+    def faulty(self: Any, plan: Any) -> Any:
         if len(plan.decodes) >= 2 and max(s.start for s in plan.decodes) >= 30:
             raise ValueError(f"no kernel for {len(plan.decodes)} rows of {plan.decodes[0].start}")
-        return pack(self, plan, inputs, plans, sent)
+        return turn_pages(self, plan)
 
-    BatchBuilder.pack = faulty
+    BatchBuilder.turn_pages = faulty
+
+
+def address() -> None:
+    """Pages far beyond the pool for whatever decodes get new ones: what reads them on a GPU ends
+    there."""
+    from vitrail.engine.batch import BatchBuilder
+
+    turn_pages = BatchBuilder.turn_pages
+
+    def faulty(self: Any, plan: Any) -> Any:
+        places, pages = turn_pages(self, plan)
+        return places, pages + (1 << 28) if plan.decodes else pages
+
+    BatchBuilder.turn_pages = faulty
 
 
 def norm() -> None:
@@ -88,11 +102,11 @@ def hang() -> None:
     def forever(*args: Any) -> Any:
         time.sleep(1e6)
 
-    BatchBuilder.pack = forever
+    BatchBuilder.turn_pages = forever
 
 
 def nothing() -> None:
     """The fault removed."""
 
 
-PLANTS = {f.__name__: f for f in (rows, norm, picture, device, start, hang, nothing)}
+PLANTS = {f.__name__: f for f in (rows, address, norm, picture, device, start, hang, nothing)}

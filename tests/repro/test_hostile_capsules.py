@@ -24,7 +24,7 @@ Data = dict[str, Any]
 def capsule(golden: Golden, capsule_folder: Path) -> Capsule:
     before = set(capsule_folder.glob("*.json"))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(BatchBuilder, "pack", BatchBuilder.pack)
+        patch.setattr(BatchBuilder, "turn_pages", BatchBuilder.turn_pages)
         PLANTS["rows"]()
         return crashed(
             golden, lambda: sorted(set(capsule_folder.glob("*.json")) - before), max_step_tokens=40

@@ -30,7 +30,7 @@ def capsule(golden: Golden, capsule_folder: Path) -> Capsule:
     """Of four requests, two with pictures, sampled; nothing of it is planted any more."""
     before = set(capsule_folder.glob("*.json"))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(BatchBuilder, "pack", BatchBuilder.pack)
+        patch.setattr(BatchBuilder, "turn_pages", BatchBuilder.turn_pages)
         PLANTS["rows"]()
         return crashed(
             golden,

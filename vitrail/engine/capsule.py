@@ -19,25 +19,10 @@ Flag = str | int | float | bool | None
 
 
 class Array(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A tensor or array without its values. `dtype` as numpy names it; `stride` in elements, ()
-    where nobody asked; `device` "cpu" or "cuda"."""
+    """An array without its values. `dtype` as numpy names it."""
 
     shape: tuple[int, ...]
     dtype: str
-    stride: tuple[int, ...] = ()
-    device: str = "cpu"
-
-
-class Call(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A function of ours on the stack of a failure, within `ops`, `attention` or `layers`, and its
-    arguments: tensors by shape, numbers as they are, everything else by its type's name."""
-
-    file: str
-    function: str
-    line: int
-    arrays: dict[str, Array] = {}
-    numbers: dict[str, int | float | bool | None] = {}
-    others: dict[str, str] = {}
 
 
 class Setup(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -86,8 +71,8 @@ class Held(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 class Capsule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A failure. `signature` is KIND TITLE @ FRAME (`config/cause`); `error` the title without
     numbers; `frame` FILE:FUNCTION, the innermost of ours, and `trace` all of ours from the
-    outermost, FILE:LINE:FUNCTION; `calls` the innermost last; `kernel`: the launch or plan that
-    raised, where one did. `failed` is the index of the plan
+    outermost, FILE:LINE:FUNCTION; `kernel`: the launch or plan that raised, where one did.
+    `failed` is the index of the plan
     that raised (-1 at start-up), which `steps` hold with those before it and, where one was
     launched ahead, after it. They lean on none before them: a sequence comes with all its pages
     and its setup where it is first seen, pages that nobody knows any more being made up.
@@ -103,7 +88,6 @@ class Capsule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     error: str
     frame: str
     trace: tuple[str, ...] = ()
-    calls: tuple[Call, ...] = ()
     kernel: KernelFault | None = None
     failed: int = -1
     steps: tuple[Step, ...] = ()

@@ -30,7 +30,7 @@ from vitrail.config.finding import Refused
 from vitrail.config.hardware import Hardware
 from vitrail.engine.batch import BatchBuilder
 from vitrail.engine.capsule import Array, Capsule, Held, Setup, Step, encoded
-from vitrail.engine.evidence import KERNELS, array_of, calls_of, cause_of, trace_of, versions
+from vitrail.engine.evidence import KERNELS, cause_of, trace_of, versions
 from vitrail.engine.placement import device_of, hardware_of
 from vitrail.engine.step import SequenceStep, SlotSetup, StepInputs, StepPlan
 from vitrail.models.checkpoint import Checkpoint
@@ -62,8 +62,7 @@ class Facts:
             signature=cause.signature,
             error=said,
             frame=cause.frame,
-            trace=tuple(trace_of(error)),
-            calls=calls_of(error),
+            trace=trace_of(error),
             kernel=kernel_fault(error),
             architecture=self.checkpoint.architecture,
             config=dict(self.checkpoint.config),
@@ -128,7 +127,7 @@ class Recorder:
     def note(self, plan: StepPlan, inputs: StepInputs) -> None:
         """A step that is about to be launched."""
         setups = self._set_up(inputs.setups) if inputs.setups else ()
-        pixels = tuple(map(array_of, inputs.pixels)) if inputs.pixels else ()
+        pixels = tuple(Array(p.shape, p.dtype.name) for p in inputs.pixels) if inputs.pixels else ()
         for job in plan.encodes:
             self._entries[job.entry] = job.num_tokens
         for entry in plan.drop_entries:

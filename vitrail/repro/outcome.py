@@ -23,13 +23,21 @@ def verdict(capsule: Capsule, outcome: Outcome) -> tuple[Verdict, str]:
     """Whether the recorded failure was seen again, and in words."""
     if outcome.why:
         return UNTOLD, outcome.why
-    if capsule.signature in outcome.signatures:
-        return REPRODUCED, capsule.signature
+    for seen in outcome.signatures:
+        if same(capsule.signature, seen):
+            return REPRODUCED, seen
     if outcome.gpu != capsule.gpu:
         return UNTOLD, f"not on a {outcome.gpu}; it was seen on a {capsule.gpu}"
     if outcome.signatures:
         return ABSENT, f"something else failed: {'; '.join(outcome.signatures)}"
     return ABSENT, "nothing failed"
+
+
+def same(recorded: str, seen: str) -> bool:
+    """Whether two signatures are of one failure. Where a fault of the device comes to light is a
+    matter of time, so that its frame says nothing."""
+    late = "AcceleratorError" in recorded
+    return recorded == seen or (late and recorded.partition(" @ ")[0] == seen.partition(" @ ")[0])
 
 
 def size_of(capsule: Capsule) -> str:

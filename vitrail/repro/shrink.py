@@ -53,8 +53,8 @@ def shrink(
     capsule: Capsule, fails: Callable[[Capsule], bool], more: Callable[[], bool] = lambda: True
 ) -> Shrunk:
     """A smaller `capsule` of which `fails` is true, as it is of this one; the best so far when
-    `more` is not. What was recorded of its sizes (`plans`, `calls`) goes: they have changed."""
-    search = _Search(structs.replace(capsule, plans=(), calls=()), fails, more)
+    `more` is not. The recorded `plans` go: they are of other sizes."""
+    search = _Search(structs.replace(capsule, plans=()), fails, more)
     try:
         while True:
             before = search.best
