@@ -206,6 +206,8 @@ def test_a_kernel_s_failure_is_a_kernel_s_file(tmp_path: Path):
     assert len(list(out.glob("kernel-*.json"))) == 1, "one capsule a cause"
 
 
+@pytest.mark.nightly
+@pytest.mark.suite("faults", minutes=2, owner="nightly")
 @interpreted
 def test_wrong_numbers_of_a_kernel_are_a_kernel_s_file(tmp_path: Path):
     """The test holds a model's layer to other numbers, and knows nothing of kernels."""

@@ -8,6 +8,7 @@ import random
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
@@ -15,21 +16,28 @@ import msgspec
 import pytest
 import torch
 
+from tests.engine.driver import Golden, golden_llm
+from tests.engine.test_recorder import ends
 from tests.ops.kernels import interpreted
+from vitrail import SamplingParams
 from vitrail.attention.fa4 import choose_fa4
 from vitrail.attention.fault import Array, LaunchFault, RuleFault, kernel_fault, legal, op_fault
 from vitrail.attention.legality import broken, finding
 from vitrail.attention.plan import KERNEL_BACKENDS
 from vitrail.attention.shape import AttentionShape, AttentionSite, Phase
 from vitrail.attention.tiles import Choice, Facts, facts
+from vitrail.cli import main
 from vitrail.config.finding import Refused
 from vitrail.config.hardware import GPUS
+from vitrail.layers import norm
+from vitrail.ops.dispatch import NormOps
 from vitrail.ops.norm import naive, triton
+from vitrail.repro.capsule import read
 from vitrail.repro.kernel import KernelCapsule, kernel_capsule
 from vitrail.repro.kernel_check import held
 from vitrail.repro.kernel_script import kernel_text
 from vitrail.repro.kernel_source import Flattener, Symbol
-from vitrail.repro.script import read_kernel, write_script
+from vitrail.repro.script import kernel_script, read_kernel
 
 ROOT = Path(__file__).parents[2]
 RULES = [(name, rule) for name, b in KERNEL_BACKENDS.items() for rule in b.rules]
@@ -56,6 +64,12 @@ SHAPES = [
         (2, 128, 128, Phase.EXTEND, 128),
     )
 ]
+
+
+def given(path: Path) -> KernelCapsule:
+    made = read_kernel(path)
+    assert made is not None
+    return made
 
 
 def alone(path: Path, *flags: str) -> subprocess.CompletedProcess[str]:
@@ -162,12 +176,52 @@ def test_a_launch_that_raises_fails_alone_and_passes_with_a_legal_tile(
     path, script = tmp_path / "capsule.json", tmp_path / "script.py"
     path.write_bytes(msgspec.json.encode(made))
     assert read_kernel(path) == made
-    write_script(path, script)
+    script.write_text(kernel_script(given(path)))
     done = alone(script)
     assert done.returncode == 1, done.stdout + done.stderr
     assert "power of 2" in done.stdout
     done = alone(script, "--fixed")
     assert (done.returncode, done.stdout) == (0, "with {'M_BLOCK': 64} it passes\n")
+
+
+@interpreted
+def test_the_command_runs_a_kernel_s_capsule(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+):
+    path, script = tmp_path / "capsule.json", tmp_path / "script.py"
+    made = kernel_capsule(faulty_norm(monkeypatch))
+    path.write_bytes(msgspec.json.encode(made))
+    assert main(["repro", str(path), "--script", str(script)]) == 0
+    assert "seen again: the kernel alone" in capfd.readouterr().out
+    assert "def norm_kernel(" in script.read_text()
+    assert made is not None
+    assert isinstance(made.fault, LaunchFault)
+    fault = msgspec.structs.replace(made.fault, constants=made.fault.constants | {"M_BLOCK": 64})
+    path.write_bytes(msgspec.json.encode(msgspec.structs.replace(made, fault=fault)))
+    assert main(["repro", str(path), "--script", str(tmp_path / "none.py")]) == 1
+    assert not (tmp_path / "none.py").exists()
+
+
+@interpreted
+def test_a_step_that_fails_in_a_kernel_is_a_kernel_s_script(
+    golden: Golden,
+    capsules: Callable[[], list[Path]],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+):
+    """The engine's norms by our kernel, whose block is no power of two."""
+    llm = golden_llm()
+    ours = NormOps(triton.rms_norm, triton.add_rms_norm)
+    monkeypatch.setattr(norm, "select_norm", lambda device: ours)
+    monkeypatch.setattr(triton.triton, "next_power_of_2", lambda n: n - 1)
+    ends(llm, [{"prompt_token_ids": golden.text_ids}], SamplingParams(max_tokens=2))
+    (path,) = capsules()
+    kernel = read(path).kernel
+    assert isinstance(kernel, LaunchFault)
+    assert kernel.kernel == "vitrail.ops.norm.triton:norm_kernel"
+    script = tmp_path / "script.py"
+    assert main(["repro", str(path), "--script", str(script)]) == 0
+    assert alone(script).returncode == 1, "without the engine"
 
 
 @interpreted
@@ -208,7 +262,7 @@ def test_a_kernel_that_does_not_compile_fails_on_any_machine(tmp_path: Path):
     path, script = tmp_path / "capsule.json", tmp_path / "script.py"
     env = {**os.environ, "TRITON_INTERPRET": "0"}
     subprocess.run([sys.executable, "-c", COMPILING, str(path)], cwd=ROOT, env=env, check=True)
-    write_script(path, script)
+    script.write_text(kernel_script(given(path)))
     done = alone(script)
     assert done.returncode == 1, done.stdout + done.stderr
     assert "power of 2" in done.stdout
@@ -370,13 +424,13 @@ def test_a_hostile_capsule_s_words_stay_words(tmp_path: Path):
     made = KernelCapsule(signature=evil, error=evil, versions={evil: evil}, gpu=evil, fault=fault)
     path, script = tmp_path / "capsule.json", tmp_path / "script.py"
     path.write_bytes(msgspec.json.encode(made))
-    write_script(path, script)
+    script.write_text(kernel_script(given(path)))
     done = alone(script)
     assert done.returncode in (1, 2), done.stderr
     assert not (tmp_path / "pwned").exists()
 
 
-@pytest.mark.parametrize("text", ['{"fault": 1}', '{"fault": {"type": "launch"}, "kind": "x"}'])
+@pytest.mark.parametrize("text", ['{"fault":1}', '{"fault":{"type":"launch"},"kind":"x"}'])
 def test_a_capsule_that_is_none_is_refused(text: str, tmp_path: Path):
     path = tmp_path / "capsule.json"
     path.write_text(text)

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from vitrail.attention.fault import KernelFault
 from vitrail.attention.plan import AttentionPlan
 from vitrail.engine.step import StepPlan
 
@@ -70,9 +71,9 @@ class Held(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 class Capsule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A failure. `signature` is KIND TITLE @ FRAME (`config/cause`); `error` the title without
     numbers; `frame` FILE:FUNCTION, the innermost of ours, and `trace` all of ours from the
-    outermost, FILE:LINE:FUNCTION. `failed` is the index of the plan
-    that raised (-1 at start-up), which `steps` hold with those before it and, where one was
-    launched ahead, after it. They lean on none before them: a sequence comes with all its pages
+    outermost, FILE:LINE:FUNCTION; `kernel`: the launch or plan that raised, where one did.
+    `failed` is the index of the plan that raised (-1 at start-up), which `steps` hold with those
+    before it and, where one was launched ahead, after it. They lean on none before them: a sequence comes with all its pages
     and its setup where it is first seen, pages that nobody knows any more being made up.
     `entries`: images that were encoded before, (entry, rows). `plans`: of attention, those that the
     failed step selects. `config`, `generation`: config.json and generation_config.json
@@ -86,6 +87,7 @@ class Capsule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     error: str
     frame: str
     trace: tuple[str, ...] = ()
+    kernel: KernelFault | None = None
     failed: int = -1
     steps: tuple[Step, ...] = ()
     entries: tuple[tuple[int, int], ...] = ()

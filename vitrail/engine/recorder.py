@@ -19,6 +19,7 @@ from typing import NamedTuple
 import numpy as np
 from msgspec import structs
 
+from vitrail.attention.fault import kernel_fault
 from vitrail.attention.plan import AttentionPlan, PlanTable
 from vitrail.attention.shape import Phase
 from vitrail.cache.spec import LayerSpec
@@ -63,6 +64,7 @@ class Facts:
             error=said,
             frame=cause.frame,
             trace=trace_of(error),
+            kernel=kernel_fault(error),
             architecture=self.checkpoint.architecture,
             config=dict(self.checkpoint.config),
             generation=dict(self.checkpoint.generation),

@@ -23,6 +23,7 @@ from vitrail.nightly.run import Setting, machine, run_job, run_once
 from vitrail.nightly.triage import Group, grouped
 
 SEEN, GONE, UNTOLD = 1, 0, 2
+SHRINKING_MIN = 5
 MAX_DATA_BYTES = 8 << 20
 
 TEXT = '''
@@ -64,7 +65,8 @@ class Writer:
         limit_s = 3 * group.sightings[0].record.limit_s + 60
         for capsule in self._capsules(group, search):  # by the package that failed: its sources
             path.unlink(missing_ok=True)
-            _run(["-m", "vitrail.repro.script", str(capsule), str(path)], self._root, 10 * limit_s)
+            words = ["-m", "vitrail.cli", "repro", str(capsule), "--script", str(path)]
+            _run([*words, f"--minutes={SHRINKING_MIN}"], self._root, 60 * SHRINKING_MIN + limit_s)
             if path.exists() and _code(_run([str(path)], self._root, limit_s)) == SEEN:
                 mended = _code(_run([str(path), "--fixed"], self._root, limit_s)) == GONE
                 more = ", and passes with --fixed" if mended else ""

@@ -1,7 +1,9 @@
 """Runs jobs, one after the other, each file in a process of its own under a cage with a time limit,
 and keeps what came of them. Knows nothing of causes."""
 
+import os
 import platform
+import shutil
 import subprocess
 import sys
 import time
@@ -111,8 +113,10 @@ def run_once(job: Job, setting: Setting, stem: str, ops: bool = False) -> Attemp
         *setting.extra,
     ]
     began = time.monotonic()
+    capsules = setting.out / f"{stem}.capsules"
+    env = {**os.environ, "VITRAIL_CAPSULES": str(capsules)}
     with log.open("wb") as out:
-        subprocess.run(command, cwd=setting.root, stdout=out, stderr=subprocess.STDOUT)
+        subprocess.run(command, cwd=setting.root, env=env, stdout=out, stderr=subprocess.STDOUT)
     report = _report(ended)
     cases = read_cases(xml) or []
     outcome, why = judge(report, None if not xml.exists() else cases, limit_s)
@@ -120,6 +124,8 @@ def run_once(job: Job, setting: Setting, stem: str, ops: bool = False) -> Attemp
         cases = [_timed(case, setting.baseline) for case in cases]
         if any(case.outcome == "failed" for case in cases):
             outcome, why = "failed", "slower than the baseline"
+    if outcome not in BAD:
+        shutil.rmtree(capsules, ignore_errors=True)
     return Attempt(
         outcome=outcome,
         why=why,

@@ -30,8 +30,11 @@ def repro(args: argparse.Namespace) -> int:
     it cannot be told here."""
     from vitrail.repro.capsule import read
     from vitrail.repro.outcome import REPRODUCED, size_of, verdict
+    from vitrail.repro.script import repro_kernel
     from vitrail.repro.trial import Trials
 
+    if (code := repro_kernel(args.capsule, args.script)) is not None:
+        return code
     capsule, until = read(args.capsule), time.monotonic() + 60.0 * args.minutes
     ran = ", ".join(f"{n} {capsule.versions[n]}" for n in PACKAGES if n in capsule.versions)
     print(f"recorded: {capsule.signature}\n{size_of(capsule)}, on {capsule.gpu}; {ran}", flush=True)

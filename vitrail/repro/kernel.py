@@ -1,7 +1,5 @@
 """A capsule of what failed within one kernel where no engine was: of a test."""
 
-from typing import Literal
-
 import msgspec
 import torch
 
@@ -15,13 +13,12 @@ class KernelCapsule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """`signature` as in the digest; `error` the first line with its numbers; `gpu` the device's
     name, "" for none."""
 
+    fault: KernelFault  # the first in the file: how it is known
     version: int = FORMAT
-    kind: Literal["kernel"] = "kernel"
     signature: str
     error: str
     versions: dict[str, str]
     gpu: str
-    fault: KernelFault
 
 
 def kernel_capsule(error: BaseException) -> KernelCapsule | None:

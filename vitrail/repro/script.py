@@ -1,30 +1,66 @@
-"""One standalone file from a capsule. What failed within a kernel needs public packages alone; any
-other step is replayed by the engine. No torch."""
+"""What failed within a kernel as a file of its own, and what that says when it runs: of a kernel's
+capsule, and of an engine's whose step failed there."""
 
 import re
+import subprocess
 import sys
-from collections.abc import Mapping
+import tempfile
 from pathlib import Path
 
 import msgspec
 
 from vitrail.config.finding import Finding, Refused
-from vitrail.repro.capsule import MAX_BYTES
+from vitrail.repro.capsule import MAX_BYTES, read
 from vitrail.repro.kernel import FORMAT, KernelCapsule
 from vitrail.repro.kernel_script import kernel_text
 
 ROOT = Path(__file__).parents[2]
+CODES = {1: 0, 0: 1}  # of a script -> of `vitrail repro`
+WORDS = {0: "seen again", 1: "not seen", 2: "cannot tell"}
+
+
+def repro_kernel(path: Path, out: Path | None) -> int | None:
+    """As `vitrail repro` of a kernel's capsule: its script run, and written to `out` if it fails.
+    None where the engine is needed: of an engine's capsule, unless a script is asked for and what
+    failed is a kernel that fails alone."""
+    made = read_kernel(path)
+    alone = made is not None
+    if made is None and out is not None:
+        capsule = read(path)
+        if capsule.kernel is not None:
+            made = KernelCapsule(
+                signature=capsule.signature,
+                error=capsule.error,
+                versions=capsule.versions,
+                gpu="" if capsule.gpu == "cpu" else capsule.gpu,
+                fault=capsule.kernel,
+            )
+    if made is None:
+        return None
+    text = kernel_script(made)
+    with tempfile.TemporaryDirectory() as folder:
+        script = Path(folder) / "script.py"
+        script.write_text(text)
+        done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True)
+    code = CODES.get(done.returncode, 2)
+    print(f"recorded: {made.signature}\n{done.stdout}{done.stderr}{WORDS[code]}: the kernel alone")
+    if code == 0 and out is not None:
+        out.write_text(text)
+    return code if alone or code == 0 else None
 
 
 def read_kernel(path: Path) -> KernelCapsule | None:
-    """The kernel capsule of a file; None if it is another capsule's. Raises `Refused` for one that
-    says of itself that it is a kernel's and is none."""
-    data = path.read_bytes()
-    if len(data) > MAX_BYTES or b'"fault":' not in data:
-        return None
+    """The kernel capsule of a file; None if it is another file. Raises `Refused` for one that says
+    of itself that it is a kernel's and is none."""
     try:
+        with path.open("rb") as file:
+            data = file.read(MAX_BYTES)
+        if not data.startswith(b'{"fault":'):
+            return None
         made = msgspec.json.decode(data, type=KernelCapsule)
         saw = f"version {made.version}"
+    except OSError:
+        return None  # whoever reads it next says so
     except (msgspec.DecodeError, RecursionError) as error:
         made, saw = None, f"{type(error).__name__}: {error}"
     if made is None or made.version != FORMAT:
@@ -33,47 +69,24 @@ def read_kernel(path: Path) -> KernelCapsule | None:
     return made
 
 
-def write_kernel_script(capsule: KernelCapsule, out: Path, commit: str, root: Path = ROOT) -> None:
-    """`root`: where the sources of `commit` lie, which are the ones that failed."""
-    body = kernel_text(capsule.fault, root, capsule.gpu)
+def kernel_script(made: KernelCapsule, root: Path = ROOT) -> str:
+    """`root`: where the sources lie that failed. Raises `Refused` if they are not there."""
+    body = kernel_text(made.fault, root, made.gpu)
     imported = set(re.findall(r"^\s*(?:from|import) (\w+)", body, re.M))
-    names = {"torch": "torch", "triton": "triton"}
-    needs = [
-        f"{n}=={capsule.versions[n]}"
-        for m, n in names.items()
-        if m in imported and n in capsule.versions
-    ]
-    head = header(
-        capsule.signature,
-        {
-            "error": capsule.error,
-            "from": f"vitrail @ {commit}, whose sources are below",
-            "seen": " ".join(f"{n} {v}" for n, v in capsule.versions.items())
-            + f"; {capsule.gpu or 'no GPU'}",
-            "needs": " ".join(needs) or "Python alone",
-            "expected": "exit code 0; 1 while the fault is there; 2 where it cannot be told",
-            "--fixed": "the nearest numbers that are legal: 0",
-        },
+    ran = {n: v for n, v in made.versions.items() if n != "vitrail"}
+    lines = (
+        made.signature,
+        "",
+        f"error:    {made.error}",
+        f"from:     vitrail @ {made.versions.get('vitrail', 'unknown')}, its sources are below",
+        f"seen:     {', '.join(f'{n} {v}' for n, v in ran.items())}; {made.gpu or 'no GPU'}",
+        f"needs:    {' '.join(f'{n}=={v}' for n, v in ran.items() if n in imported) or 'Python'}",
+        "expected: exit code 0; 1 while the fault is there; 2 where it cannot be told",
+        "--fixed:  with the nearest numbers that are legal, or the definition in the op's place",
     )
-    out.write_text(head + body)
-
-
-def write_script(path: Path, out: Path) -> None:
-    """The script of a capsule's file. Raises `Refused`."""
-    kernel = read_kernel(path)
-    assert kernel is not None
-    write_kernel_script(kernel, out, "?")
-
-
-def header(title: str, lines: Mapping[str, str]) -> str:
-    """Comments: whatever they are made of cannot end them."""
-    said = [title, "", *(f"{name + ':':10} {text}" for name, text in lines.items())]
-    return "".join(f"# {_plain(line)}".rstrip() + "\n" for line in said) + "\n"
+    return "".join(f"# {_plain(line)}".rstrip() + "\n" for line in lines) + "\n" + body
 
 
 def _plain(text: str) -> str:
+    """In one line, whatever it is made of."""
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)[:1000]
-
-
-if __name__ == "__main__":
-    write_script(*map(Path, sys.argv[1:]))
