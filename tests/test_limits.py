@@ -15,7 +15,7 @@ ROOT = Path(__file__).parent.parent
 SOURCES = sorted((ROOT / "vitrail").rglob("*.py"))
 TRAINING = sorted((ROOT / "demo").rglob("*.py")) + sorted((ROOT / "bench").rglob("*.py"))
 KERNELS = ("/triton.py", "/cute.py", "attention/kernels/")
-MAX_PACKAGE_LINES = 38_000
+MAX_PACKAGE_LINES = 40_000
 MAX_TREE_BYTES = 52 << 20
 
 
