@@ -48,7 +48,7 @@ def test_tracked_tree_bytes():
 
 
 def test_environment_variables_are_frozen():
-    assert env.NAMES == ("VITRAIL_LOG", "VITRAIL_API_KEY")
+    assert env.NAMES == ("VITRAIL_LOG", "VITRAIL_API_KEY", "VITRAIL_CAPSULES")
     assert len(env.NAMES) <= 8
     for path in SOURCES:
         if path.name != "env.py":
