@@ -25,7 +25,7 @@ TORCH_FREE = (
     *(f"vitrail.vision.video_{m}" for m in ("container", "process", "worker")),
     *(
         f"vitrail.attention.{m}"
-        for m in ("shape", "tiles", "legality", "fa4", "plan", "installed", "decode_spec")
+        for m in ("shape", "tiles", "legality", "fa4", "plan", "installed", "decode_spec", "warm")
     ),
     *(f"vitrail.weights.{m}" for m in ("gguf", "mapping", "sharding", "headers", "layout", "plan")),
     *(
@@ -35,6 +35,7 @@ TORCH_FREE = (
     *(
         f"vitrail.engine.{m}"
         for m in (
+            "ahead",
             "answer",
             "client",
             "conversation",

@@ -22,7 +22,9 @@ from vitrail.check.sizes import (
 )
 from vitrail.check.subject import Subject
 from vitrail.config.finding import Finding, Refused
+from vitrail.config.model import VisionConfig
 from vitrail.models.interface import ImageModel
+from vitrail.vision.rungs import rungs_of
 
 # What a driver's context and loaded kernels take beside what is allocated: measured on an H200
 # 527 MiB at once, 653 after the first products.
@@ -74,7 +76,8 @@ def predict(subject: Subject, share: Share) -> Memory:
             largest,
         ) + product_bytes(subject.gpu.cc)
         if config.cuda_graphs != 0:
-            kept = tower_graph_bytes(vision, subject.dtype, subject.patches)
+            rungs = _tower_rungs(subject, share, vision, largest)
+            kept = tower_graph_bytes(vision, subject.dtype, rungs)
     free = total - CONTEXT_BYTES - weights - kept
     return Memory(
         total=total,
@@ -88,6 +91,23 @@ def predict(subject: Subject, share: Share) -> Memory:
         kept=total - int(total * config.memory_fraction),
         left=kv_bytes(config, text, free, total, peak),
     )
+
+
+def _tower_rungs(
+    subject: Subject, share: Share, vision: VisionConfig, largest: int | None
+) -> list[int]:
+    """Patches of each graph that start-up would capture; none where attention has no plan."""
+    model = subject.model
+    limits = image_limits(vision, subject.dtype, subject.patches)
+    if not isinstance(model, ImageModel) or isinstance(limits, list):
+        return []
+    sites = [(share.image_site(site), phase) for site, phase in model.image_sites()]
+    prefer, installed = subject.choices.attention, subject.question.installed
+    try:
+        plans = make_table(sites, limits, subject.gpu, prefer, installed)
+    except Refused:  # the attention's row says why
+        return []
+    return rungs_of(vision, subject.patches, largest, sites, plans)
 
 
 def sizes_of(subject: Subject, share: Share, memory: Memory) -> Sizes | list[Finding]:

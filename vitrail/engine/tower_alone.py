@@ -17,10 +17,12 @@ from vitrail.engine.build import (
     image_encoder,
     image_plans,
     load_weights,
+    ready,
 )
 from vitrail.engine.deterministic import computed_as_asked
 from vitrail.engine.encode import ImageEncoder
 from vitrail.engine.placement import device_of, hardware_of
+from vitrail.engine.side import SideStream
 from vitrail.models.checkpoint import Checkpoint
 from vitrail.models.registry import load_entry
 from vitrail.vision.preprocess import ImageProcessor
@@ -53,13 +55,13 @@ def build_tower(
     if vision is None:
         raise Refused(_no_tower(checkpoint.architecture))
     patches = encoder_budget(config, model_config, processor, hardware)
-    plans = image_plans(config, model, vision, dtype, patches, hardware)
+    plans = ready(image_plans(config, model, vision, dtype, patches, hardware), hardware)
     load_weights(config, entry, model_config, model, checkpoint, device, None)
     model = computed_as_asked(config, model, vision, device)
     budget = (patches, None if processor is None else processor.max_patches)
     graphs = capture_tower(config, model, plans, vision, budget, device)
     pool = EncoderPool()
-    encoder = image_encoder(model, vision, plans, pool, device, graphs)
+    encoder = image_encoder(model, vision, plans, pool, SideStream(device), graphs)
     assert encoder is not None, f"{checkpoint.architecture} with a tower"
     return Tower(encoder, pool, vision, hardware, device, dtype)
 
