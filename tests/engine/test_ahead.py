@@ -83,7 +83,7 @@ def test_a_process_that_has_begun_ends_where_nothing_is_missing(
     assert process is not None
     ahead.ask([], [])
     assert process.returncode == -9
-    assert (tuple(commands[0][3:]) == module.PACKAGES) is packages
+    assert (tuple(commands[0][5:]) == module.PACKAGES) is packages
 
 
 def test_parts_are_compiled_and_those_that_fail_are_told_of(

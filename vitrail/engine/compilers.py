@@ -5,6 +5,7 @@ it is forked, which no driver would survive."""
 
 import os
 import sys
+import traceback
 from collections import deque
 from contextlib import suppress
 from importlib import import_module
@@ -51,6 +52,8 @@ def _fork(part: Part) -> int:
     try:
         compile_part(part)
         code = 0
+    except Exception:  # noqa: BLE001  the entry point of a process
+        traceback.print_exc()  # where somebody listens: with VITRAIL_LOG=debug
     finally:
         os._exit(code)
 
