@@ -12,11 +12,12 @@ from importlib import import_module
 from pathlib import Path
 
 import msgspec
+import torch
 
 from vitrail.attention import compile as _  # Triton's compiler  # noqa: F401
 from vitrail.attention.warm import Question, answer
 from vitrail.config.engine import EngineConfig
-from vitrail.engine.ahead import KERNELS, STEPS, Part
+from vitrail.engine.ahead import KERNELS, MODULE, STEPS, Part
 from vitrail.engine.warm_steps import run_steps
 from vitrail.models.checkpoint import open_checkpoint
 
@@ -28,6 +29,9 @@ def main(packages: list[str]) -> int:
     for package in packages:
         with suppress(ImportError):  # `warm` says so where a plan names it
             import_module(package)
+    if packages and _woken():  # again without them: each fork imports what it needs
+        os.dup2(said, 1)
+        os.execv(sys.executable, [sys.executable, "-m", MODULE])
     path = sys.stdin.readline()
     if not path:  # nothing is missing
         return 0
@@ -41,6 +45,14 @@ def main(packages: list[str]) -> int:
         letter = running.pop(pid)
         os.write(said, (letter.upper() if status else letter).encode())
     return 0
+
+
+def _woken() -> bool:
+    """Whether an import has woken the driver after all, which a fork finds out."""
+    pid = os.fork()
+    if pid == 0:
+        os._exit(int(torch.cuda._is_in_bad_fork()))  # pyright: ignore[reportPrivateUsage]
+    return bool(os.waitpid(pid, 0)[1])
 
 
 def _fork(part: Part) -> int:
