@@ -269,10 +269,8 @@ class DecodeSm90:
 
     @cute.jit
     def _load_queries(self, mQ, mItems, item, kv_head, s_q: cute.Pointer, thread):
-        """TILE_M rows of queries, 16 bytes at a time, all under way at once; rows that are not
-        there are zero."""
+        """TILE_M rows of queries, 16 bytes at a time; rows that are not there are zero."""
         spec = self.spec
-        atom = self._copy_atom()
         group = const_expr(spec.heads // spec.kv_heads)
         q_row, row, rows = mItems[item, 0], mItems[item, 1], mItems[item, 2]
         pieces = const_expr(spec.dim // 8)
@@ -292,18 +290,9 @@ class DecodeSm90:
                         + Int64(head) * mQ.stride[1]
                         + Int64(c * 8),
                     )
-                    cute.copy(atom, source, target)
+                    cute.autovec_copy(source, target)
                 else:
                     target.fill(self.dtype(0.0))
-        cute.arch.cp_async_commit_group()
-        cute.arch.cp_async_wait_group(0)
-
-    def _copy_atom(self) -> cute.CopyAtom:
-        return cute.make_copy_atom(
-            cpasync.CopyG2SOp(cache_mode=cpasync.LoadCacheMode.GLOBAL),
-            self.dtype,
-            num_bits_per_copy=128,
-        )
 
     @cute.jit
     def _piece(self, tensor: cute.Tensor, offset: Int64):
@@ -435,7 +424,11 @@ class DecodeSm90:
 
     @cute.jit
     def _copy_row(self, pool, page, within, kv_head, dim, s_rows: cute.Pointer, stage, row, lane):
-        atom = self._copy_atom()
+        atom = cute.make_copy_atom(
+            cpasync.CopyG2SOp(cache_mode=cpasync.LoadCacheMode.GLOBAL),
+            self.dtype,
+            num_bits_per_copy=128,
+        )
         offset = (
             Int64(page) * pool.stride[0]
             + Int64(within) * pool.stride[1]
