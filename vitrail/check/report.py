@@ -4,7 +4,7 @@ no model and no device."""
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from rich.console import Console
 from rich.table import Table
@@ -70,7 +70,7 @@ class Report:
                 "name": row.name,
                 "status": row.status,
                 "details": list(row.details),
-                "findings": [asdict(finding) for finding in row.findings],
+                "findings": [_said(finding) for finding in row.findings],
                 "facts": dict(row.facts),
                 "unknown": row.unknown,
             }
@@ -124,6 +124,10 @@ def _cell(row: Row) -> Text:
         cell.append("\n" if cell else "")
         cell.append(printable(row.unknown), style=WORDS["unknown"][1])
     return cell
+
+
+def _said(finding: Finding) -> dict[str, Any]:
+    return {name: value for name, value in asdict(finding).items() if name != "evidence"}
 
 
 def gib(num_bytes: int) -> str:

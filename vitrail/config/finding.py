@@ -3,8 +3,8 @@
 Plans return findings; an edge (HTTP, command line, offline API) turns them into an error. The
 sentence is written once, where the rule lives."""
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Literal, TypeVar, cast
 
 Severity = Literal["error", "warning"]
@@ -16,7 +16,7 @@ _TEXTS = ("where", "saw", "rule", "change")
 class Finding:
     """One reason. `where` names the field, tensor or file; `saw` what was asked, with its numbers;
     `rule` what must hold; `change` what to do about it. `code` is a stable machine-readable
-    word."""
+    word. `evidence`: the backend, facts and choice that a planner's rule was held to."""
 
     where: str
     saw: str
@@ -24,6 +24,9 @@ class Finding:
     change: str
     code: str = "invalid_value"
     severity: Severity = "error"
+    evidence: tuple[str, Mapping[str, int], Mapping[str, int]] | None = field(
+        default=None, compare=False, repr=False
+    )
 
     def __post_init__(self) -> None:
         # words of files and requests are quoted, and some would steer a terminal

@@ -10,6 +10,7 @@ import logging
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import NamedTuple, cast
 
 import torch
@@ -57,6 +58,7 @@ from vitrail.engine.parcel import Door
 from vitrail.engine.placement import device_of, hardware_of, video_frames_of
 from vitrail.engine.policy import PATCHES_BESIDE, SchedulerLimits
 from vitrail.engine.prepare import ServingFacts
+from vitrail.engine.recorder import Recorder, facts_of, watched_start
 from vitrail.engine.runner import Runner, RunnerParts
 from vitrail.engine.sampler import Sampler
 from vitrail.engine.scheduler import Scheduler
@@ -103,10 +105,24 @@ def build_engine(
     processor: ImageProcessor | None,
     progress: load.Progress | None = None,
     ahead: Ahead | None = None,
+    capsules: Path | None = None,
 ) -> Built:
     """Raises `Refused` with every finding of the first stage that has any: choices, config.json,
     weights (headers), attention plans, cache size. Weights are read after all but the last.
-    `ahead`: compilers that have begun already; they end here."""
+    `ahead`: compilers that have begun already; they end here. `capsules`: the folder for capsules
+    of what fails, here and in steps."""
+    with watched_start(capsules, config, checkpoint):
+        return _build(config, checkpoint, processor, progress, ahead, capsules)
+
+
+def _build(
+    config: EngineConfig,
+    checkpoint: Checkpoint,
+    processor: ImageProcessor | None,
+    progress: load.Progress | None,
+    ahead: Ahead | None,
+    capsules: Path | None,
+) -> Built:
     stages = _Stages()
     if found := errors(validate(config)):
         raise Refused(found)
@@ -131,9 +147,7 @@ def build_engine(
         ready(tower_plans, hardware)
         stages.done("kernels of the tower")
         largest = None if processor is None else processor.max_patches
-        encode_graphs = capture_tower(
-            config, model, tower_plans, vision, (patches, largest), device
-        )
+        graphs = capture_tower(config, model, tower_plans, vision, (patches, largest), device)
         stages.done("graphs of the tower")
         side = SideStream(device)
         peak = _measure_encoder(model, tower_plans, model_config, dtype, patches, largest, side)
@@ -142,8 +156,11 @@ def build_engine(
     specs = stored_specs(config, model.cache_specs())
     sizes = _sizes(config, model_config, specs, patches, device, peak)
     encoder_pool = EncoderPool()
-    encoder = image_encoder(model, vision, tower_plans, encoder_pool, side, encode_graphs)
+    encoder = image_encoder(model, vision, tower_plans, encoder_pool, side, graphs)
     engine = _assemble(config, model_config, model, sizes, encoder, encoder_pool, device, stages)
+    if capsules is not None:
+        facts = facts_of(config, checkpoint, sizes, specs, hardware)
+        engine.keep(Recorder(capsules, facts, engine.runner.parts, tower_plans))
     if steps_name is not None:
         note_steps(steps_name)
     log.info(

@@ -71,7 +71,8 @@ def _build_beside(
     def progress(done: int, total: int, name: str) -> None:
         channel.send(Loading(done=done, total=total, name=name))
 
-    built = build_engine(config, checkpoint, processor, progress, ahead)
+    capsules = read_env().capsules
+    built = build_engine(config, checkpoint, processor, progress, ahead, capsules)
     if window is None:
         return built
     from vitrail.engine.profile import profiled
