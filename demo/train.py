@@ -15,15 +15,17 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from atlas import load_atlas
-from catalog import build_answers, build_questions, build_strings
-from dialogue import IGNORE, Phrases, draw_turns, write_dialogue
+from catalog import build_answers, build_questions, build_receipts, build_strings
+from dialogue import IGNORE, SPOTS, Dialogue, Phrases, draw_turns, write_dialogue
 from examine import Exam, build_exam, examine, load_samples
 from export import load_published
+from jpeg import build_blocks, compress
 from layout import LADDER, PATCH, build_layout, move
 from network import DemoNetwork, Experts, shipped_parameters
-from paint import LABELS, character_lookup, paint, patch_labels
+from paint import LABELS, as_patches, character_lookup, paint, patch_labels
 from safetensors.torch import load_file, save_file
-from scene import Knobs, Lot, Tables, draw_scene
+from scene import draw_scene
+from stock import Knobs, Lot, Tables
 from torch import Tensor
 
 WARMUP_STEPS = 400
@@ -47,6 +49,13 @@ def label_loss(network: DemoNetwork, patches: Tensor, labels: Tensor, weight: Te
     return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), weight=weight)
 
 
+def spot_loss(network: DemoNetwork, middle: Tensor, spots: Tensor) -> Tensor:
+    """Where mentioned shapes are, row and column; 0 where none is mentioned."""
+    logits = network.spot_head(middle).float().unflatten(-1, (2, SPOTS)).flatten(0, 1)
+    each = F.cross_entropy(logits, spots.flatten(), ignore_index=IGNORE, reduction="sum")
+    return each / (spots != IGNORE).sum().clamp(min=1)
+
+
 class Trainer:
     """Owns the network, its optimizer and the step; `run` replays the step on a schedule."""
 
@@ -55,23 +64,29 @@ class Trainer:
         torch.manual_seed(args.seed)
         ladder = LADDER if not args.tiny else {(4, 6): 2, (8, 8): 2}
         flash = self.device == "cuda" and args.attention == "flash"
-        self.layout = move(build_layout(ladder, flash), self.device)
-        self.tables = Tables(build_strings(args.seed), load_atlas(args.atlas), self.device)
+        layout = build_layout(ladder, flash)
+        self.layout, self.blocks = (
+            move(layout, self.device),
+            move(build_blocks(layout), self.device),
+        )
+        self.tables = Tables(
+            build_strings(args.seed), build_receipts(), load_atlas(args.atlas), self.device
+        )
         self.phrases = Phrases(build_questions(), build_answers(), self.device)
-        self.network = DemoNetwork(config, LABELS).to(self.device)
+        self.network = DemoNetwork(config, LABELS, SPOTS).to(self.device)
         for path in args.resume:
             self.resume(path)
         self.rope = self.network.tables(self.layout)
         self.lot = Lot(self.device)
-        self.knobs = Knobs(*(torch.zeros((), device=self.device) for _ in range(4)))
+        self.knobs = Knobs(*(torch.zeros((), device=self.device) for _ in range(5)))
         self.knobs.max_chars = self.knobs.max_chars.long()
         self.lr = torch.zeros((), device=self.device)
         self.class_weight = torch.ones(LABELS, device=self.device)
         self.class_weight[0] = 0.2
-        self.meter = torch.zeros(3, device=self.device)  # text loss, label loss, gradient norm
+        self.meter = torch.zeros(4, device=self.device)  # losses: text, labels, spots; norm
         self.optimizer = self.build_optimizer()
-        self.paint, self.text_loss, self.label_loss = paint, text_loss, label_loss
-        self.labels_of = patch_labels
+        self.paint, self.labels_of, self.compress = paint, patch_labels, compress
+        self.text_loss, self.label_loss, self.spot_loss = text_loss, label_loss, spot_loss
         if args.compile:
             self.compile()
 
@@ -108,36 +123,42 @@ class Trainer:
             block.compile(dynamic=False)
         self.paint = torch.compile(paint, dynamic=False)
         self.labels_of = torch.compile(patch_labels, dynamic=False)
+        self.compress = torch.compile(compress, dynamic=False)
+        self.spot_loss = torch.compile(spot_loss, dynamic=False)
         self.text_loss = torch.compile(text_loss, dynamic=False)
         self.label_loss = torch.compile(label_loss, dynamic=False)
 
     @torch.no_grad()
-    def compose(self) -> tuple[Tensor, ...]:
+    def compose(self) -> tuple[Tensor, Tensor, Dialogue]:
+        """Patches, their dense labels, and what is said about the pictures."""
         scene = draw_scene(self.layout, self.tables, self.knobs, self.lot)
         lookup = character_lookup(scene)
         patches = len(self.layout.patch_picture_N)
         noise = torch.randn(patches, 3, PATCH, PATCH, device=self.device)
-        pixels = self.paint(scene, self.tables, lookup, self.layout, noise)
+        image = self.paint(scene, self.tables, lookup, self.layout, noise)
+        image = self.compress(image, scene.quality_P, self.blocks)
+        pixels = as_patches(image, scene, self.layout)
         dense = self.labels_of(scene, self.tables, lookup, self.layout)
-        row, answer = draw_turns(scene, self.phrases, self.lot)
-        return pixels, dense, *write_dialogue(row, answer, self.layout, self.phrases, self.lot)
+        turns = draw_turns(scene, self.layout, self.phrases, self.lot)
+        return pixels, dense, write_dialogue(turns, self.layout, self.phrases, self.lot)
 
     def step(self) -> None:
         self.optimizer.zero_grad(set_to_none=True)
-        pixels, dense, ids, labels, weight, image_at = self.compose()
+        pixels, dense, said = self.compose()
         with torch.autocast(self.device, torch.bfloat16, enabled=self.device == "cuda"):
-            patches, hidden, loads = self.network(pixels, ids, image_at, self.layout, self.rope)
-            text = self.text_loss(self.network, hidden, labels, weight)
-            label = self.label_loss(self.network, patches, dense, self.class_weight)
-        (text + self.knobs.label_weight * label).backward()
+            out = self.network(pixels, said.ids, said.image_at, self.layout, self.rope)
+            text = self.text_loss(self.network, out.tokens, said.labels, said.weight)
+            label = self.label_loss(self.network, out.patches, dense, self.class_weight)
+            spot = self.spot_loss(self.network, out.middle, said.spots)
+        (text + self.knobs.label_weight * label + self.knobs.spot_weight * spot).backward()
         norm = torch.nn.utils.clip_grad_norm_(self.network.parameters(), 1.0)
         self.optimizer.step()
         with torch.no_grad():
-            for layer, load in zip(self.network.decoder.layers, loads, strict=True):
+            for layer, load in zip(self.network.decoder.layers, out.loads, strict=True):
                 if isinstance(layer.mlp, Experts):
                     nudge = torch.sign(load.mean() - load) * self.knobs.bias_rate
                     layer.mlp.e_score_correction_bias.add_(nudge)
-            self.meter.lerp_(torch.stack([text, label, norm]).detach(), 0.02)
+            self.meter.lerp_(torch.stack([text, label, spot, norm]).detach(), 0.02)
 
     def set_schedule(self, step: int, fraction: float) -> None:
         cosine = 0.5 * (1 + math.cos(math.pi * min(1.0, fraction)))
@@ -148,6 +169,7 @@ class Trainer:
         self.knobs.max_chars.fill_(until(MAX_CHARS_UNTIL, late, 12))
         self.knobs.min_em.fill_(until(MIN_EM_UNTIL, late, MIN_EM))
         self.knobs.label_weight.fill_(max(0.05, 0.7 * (1 - 2.5 * fraction)))
+        self.knobs.spot_weight.fill_(max(0.03, 0.3 * (1 - 1.5 * fraction)))
 
     def ready_step(self) -> tuple:
         """The step as a callable: a graph's replay on CUDA, itself elsewhere."""
@@ -213,9 +235,9 @@ class Trainer:
             torch.cuda.synchronize()
 
     def log(self, step: int, elapsed: float, history: list) -> None:
-        text, label, norm = self.meter.tolist()
+        text, label, spot, norm = self.meter.tolist()
         line = {"step": step, "seconds": round(elapsed, 1), "text": round(text, 4),
-                "label": round(label, 4), "norm": round(norm, 3)}  # fmt: skip
+                "label": round(label, 4), "spot": round(spot, 4), "norm": round(norm, 3)}  # fmt: skip
         history.append(line)
         print(" ".join(f"{k} {v}" for k, v in line.items()), flush=True)
 
