@@ -35,6 +35,7 @@ class Blocks:
     halve_64_64: Tensor  # means of 2 x 2
     quanta_3_64: Tensor
     ycc_33: Tensor
+    rgb_33: Tensor  # the inverse
 
 
 def cosine_rows() -> Tensor:
@@ -66,6 +67,7 @@ def build_blocks(layout: Layout) -> Blocks:
     return Blocks(
         torch.cat(pixels).int(), torch.cat(values).int(), torch.cat(pictures), cosine_rows(),
         torch.kron(pair, pair), torch.tensor([LUMA, CHROMA, CHROMA]).float(), torch.tensor(YCC),
+        torch.tensor(YCC).inverse(),
     )  # fmt: skip
 
 
@@ -79,6 +81,6 @@ def compress(image: Tensor, quality_P: Tensor, blocks: Blocks) -> Tensor:
     halved = torch.cat([turned[:1], turned[1:] @ blocks.halve_64_64])
     quanta = (blocks.quanta_3_64[:, None] * scale[:, None]).round().clamp(min=1)
     kept = (halved @ blocks.wave_64_64.T / quanta).round() * quanta
-    back = torch.tensordot(blocks.ycc_33.inverse(), kept @ blocks.wave_64_64, 1)
+    back = torch.tensordot(blocks.rgb_33, kept @ blocks.wave_64_64, 1)
     lossy = torch.where(scale[:, None] > 0, back, values).flatten(1)[:, blocks.value_N196]
     return ((lossy + 128) / 255).clamp(0, 1).transpose(0, 1).reshape(N, 3, PATCH, PATCH)

@@ -28,6 +28,7 @@ from scene import draw_scene
 from stock import Knobs, Lot, Tables
 from torch import Tensor
 
+BEGUN = time.time()
 WARMUP_STEPS = 400
 MAX_CHARS_UNTIL = ((600, 3), (1600, 6), (3200, 9))  # before this step, at most so many characters
 MIN_EM_UNTIL = ((800, 22), (2500, 17), (6000, 13))  # before this step, at least so many pixels
@@ -85,7 +86,8 @@ class Trainer:
         self.class_weight[0] = 0.2
         self.meter = torch.zeros(4, device=self.device)  # losses: text, labels, spots; norm
         self.optimizer = self.build_optimizer()
-        self.paint, self.labels_of, self.compress = paint, patch_labels, compress
+        self.paint, self.labels_of = paint, patch_labels
+        self.compress, self.as_patches = compress, as_patches
         self.text_loss, self.label_loss, self.spot_loss = text_loss, label_loss, spot_loss
         if args.compile:
             self.compile()
@@ -124,6 +126,7 @@ class Trainer:
         self.paint = torch.compile(paint, dynamic=False)
         self.labels_of = torch.compile(patch_labels, dynamic=False)
         self.compress = torch.compile(compress, dynamic=False)
+        self.as_patches = torch.compile(as_patches, dynamic=False)
         self.spot_loss = torch.compile(spot_loss, dynamic=False)
         self.text_loss = torch.compile(text_loss, dynamic=False)
         self.label_loss = torch.compile(label_loss, dynamic=False)
@@ -137,7 +140,7 @@ class Trainer:
         noise = torch.randn(patches, 3, PATCH, PATCH, device=self.device)
         image = self.paint(scene, self.tables, lookup, self.layout, noise)
         image = self.compress(image, scene.quality_P, self.blocks)
-        pixels = as_patches(image, scene, self.layout)
+        pixels = self.as_patches(image, scene, self.layout)
         dense = self.labels_of(scene, self.tables, lookup, self.layout)
         turns = draw_turns(scene, self.layout, self.phrases, self.lot)
         return pixels, dense, write_dialogue(turns, self.layout, self.phrases, self.lot)
@@ -201,7 +204,7 @@ class Trainer:
     def examine(self, exam: Exam, examples: int) -> dict[str, float]:
         with torch.compiler.set_stance("force_eager"):
             shares, failures = examine(self.network, exam)
-        print("  " + " ".join(f"{k} {v:.3f}" for k, v in shares.items()))
+        print("  " + " ".join(f"{k} {v:.3f}" for k, v in shares.items()), flush=True)
         for line in failures[:: max(1, len(failures) // max(1, examples))][:examples]:
             print("    wrong:", line)
         return shares
@@ -210,7 +213,9 @@ class Trainer:
         begun = time.time()
         replay, step = self.ready_step()
         self.sync()
-        print(f"ready after {time.time() - begun:.1f} s", flush=True)
+        used = time.time() - BEGUN
+        print(f"ready after {time.time() - begun:.1f} s, {used:.1f} s of the process", flush=True)
+        self.args.seconds = max(1.0, min(self.args.seconds, self.args.limit - used))
         start, history, next_exam = time.time(), [], self.args.exam_seconds
         base = self.args.start
         while True:
@@ -237,7 +242,8 @@ class Trainer:
     def log(self, step: int, elapsed: float, history: list) -> None:
         text, label, spot, norm = self.meter.tolist()
         line = {"step": step, "seconds": round(elapsed, 1), "text": round(text, 4),
-                "label": round(label, 4), "spot": round(spot, 4), "norm": round(norm, 3)}  # fmt: skip
+                "label": round(label, 4), "spot": round(spot, 4),
+                "norm": round(norm, 3)}  # fmt: skip
         history.append(line)
         print(" ".join(f"{k} {v}" for k, v in line.items()), flush=True)
 
@@ -253,6 +259,7 @@ class Trainer:
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, default=900)
+    parser.add_argument("--limit", type=float, default=1e9, help="seconds, the start's included")
     parser.add_argument("--steps", type=int, default=10**9)
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--seed", type=int, default=1)
