@@ -1,15 +1,20 @@
 """Trains the demo model on pictures composed on the GPU: one static step, compiled and captured.
 
 `python demo/train.py --seconds 900 --out DIR` wants a CUDA device, atlas.npz (atlas.py) and
-exam.npz (examine.py). Checkpoints are weights in fp32, in two safetensors files, without optimizer
-state. The recipe: a dense label on every patch whose weight falls, short big text first, experts
-computed densely and kept busy by nudging the router's bias, AdamW with a cosine.
+exam.npz (examine.py). The recipe: dense labels on every patch whose weight falls, short big text
+first, experts computed densely and kept busy by nudging the router's bias, AdamW with a cosine.
+
+Checkpoints are weights in fp32, in two safetensors files; `--resume` takes them, or a checkpoint
+folder, with AdamW anew after a warm-up. With `--keep-state` a third file holds the optimizer, the
+step and the state of the draws: resumed with it, a run goes on as if it had not stopped.
 """
 
 import argparse
 import json
 import math
+import subprocess
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -30,6 +35,7 @@ from torch import Tensor
 
 BEGUN = time.time()
 WARMUP_STEPS = 400
+STATE = "state.safetensors"
 MAX_CHARS_UNTIL = ((600, 3), (1600, 6), (3200, 9))  # before this step, at most so many characters
 MIN_EM_UNTIL = ((800, 22), (2500, 17), (6000, 13))  # before this step, at least so many pixels
 MIN_EM = 11
@@ -75,8 +81,10 @@ class Trainer:
         )
         self.phrases = Phrases(build_questions(), build_answers(), self.device)
         self.network = DemoNetwork(config, LABELS, SPOTS).to(self.device)
+        stored = [p for p in args.resume if Path(p).name == STATE]
         for path in args.resume:
-            self.resume(path)
+            if path not in stored:
+                self.resume(path)
         self.rope = self.network.tables(self.layout)
         self.lot = Lot(self.device)
         self.knobs = Knobs(*(torch.zeros((), device=self.device) for _ in range(5)))
@@ -85,10 +93,13 @@ class Trainer:
         self.class_weight = torch.ones(LABELS, device=self.device)
         self.class_weight[0] = 0.2
         self.meter = torch.zeros(4, device=self.device)  # losses: text, labels, spots; norm
-        self.optimizer = self.build_optimizer()
+        self.curriculum = not args.resume  # short big text first
+        self.optimizer, self.done = self.build_optimizer(), 0  # steps
         self.paint, self.labels_of = paint, patch_labels
         self.compress, self.as_patches = compress, as_patches
         self.text_loss, self.label_loss, self.spot_loss = text_loss, label_loss, spot_loss
+        for path in stored:
+            self.load_state(path)
         if args.compile:
             self.compile()
 
@@ -102,6 +113,26 @@ class Trainer:
         fitting = {k: v for k, v in state.items() if v.shape == own[k].shape}
         print("not resumed, of another shape:", sorted(state.keys() - fitting.keys()))
         self.network.load_state_dict(fitting, strict=False)
+
+    def state(self) -> dict[str, Tensor]:
+        """The optimizer's state, the step, and the state of the random draws."""
+        draws = torch.cuda.get_rng_state() if self.device == "cuda" else torch.get_rng_state()
+        flags = {"done": self.done, "curriculum": self.curriculum}
+        out = {"draws": draws} | {k: torch.tensor(int(v)) for k, v in flags.items()}
+        for name, parameter in self.network.named_parameters():
+            for key, value in self.optimizer.state[parameter].items():
+                out[f"{key} {name}"] = value.detach().cpu().clone()
+        return out
+
+    def load_state(self, path: str) -> None:
+        stored = load_file(path)
+        draws, self.done = stored.pop("draws"), int(stored.pop("done"))
+        self.curriculum = bool(stored.pop("curriculum"))
+        named = dict(self.network.named_parameters())
+        for name, value in stored.items():
+            key, parameter = name.split(" ")
+            self.optimizer.state[named[parameter]][key] = value.to(self.device)
+        torch.cuda.set_rng_state(draws) if self.device == "cuda" else torch.set_rng_state(draws)
 
     def build_optimizer(self) -> torch.optim.Optimizer:
         groups: dict[float, list[Tensor]] = {0.03: [], 0.0: []}  # by weight decay
@@ -166,7 +197,7 @@ class Trainer:
     def set_schedule(self, step: int, fraction: float) -> None:
         cosine = 0.5 * (1 + math.cos(math.pi * min(1.0, fraction)))
         heat = min(1.0, (step + 1) / WARMUP_STEPS) * (0.98 * cosine + 0.02)
-        late = step if not self.args.resume else 10**9
+        late = step if self.curriculum else 10**9
         self.lr.fill_(self.args.lr * heat)
         self.knobs.bias_rate.fill_(1e-3 * heat)
         self.knobs.max_chars.fill_(until(MAX_CHARS_UNTIL, late, 12))
@@ -174,11 +205,11 @@ class Trainer:
         self.knobs.label_weight.fill_(max(0.05, 0.7 * (1 - 2.5 * fraction)))
         self.knobs.spot_weight.fill_(max(0.03, 0.3 * (1 - 1.5 * fraction)))
 
-    def ready_step(self) -> tuple:
+    def ready_step(self) -> Callable[[], None]:
         """The step as a callable: a graph's replay on CUDA, itself elsewhere."""
-        self.set_schedule(0, 0.0)
+        self.set_schedule(self.done, self.args.start)
         if self.device != "cuda" or not self.args.graph:
-            return self.step, 0
+            return self.step
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
@@ -188,7 +219,8 @@ class Trainer:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             self.step()
-        return graph.replay, 3
+        self.done += 3
+        return graph.replay
 
     def save(self, facts: dict) -> None:
         """Weights in fp32 in two files of about equal size, and what the run knows of itself."""
@@ -199,6 +231,8 @@ class Trainer:
             total += value.nbytes
         for i, tensors in enumerate(files):
             save_file(tensors, self.args.out / f"resume-{i}.safetensors")
+        if self.args.keep_state:
+            save_file(self.state(), self.args.out / STATE)
         (self.args.out / "run.json").write_text(json.dumps(facts, indent=1))
 
     def examine(self, exam: Exam, examples: int) -> dict[str, float]:
@@ -210,61 +244,72 @@ class Trainer:
         return shares
 
     def run(self, exam: Exam) -> None:
-        begun = time.time()
-        replay, step = self.ready_step()
+        """Steps until the seconds or the steps are over, whichever is first; the schedule follows
+        the steps where their number is given, else the clock."""
+        args, begun = self.args, time.time()
+        replay = self.ready_step()
         self.sync()
         used = time.time() - BEGUN
         print(f"ready after {time.time() - begun:.1f} s, {used:.1f} s of the process", flush=True)
-        self.args.seconds = max(1.0, min(self.args.seconds, self.args.limit - used))
-        start, history, next_exam = time.time(), [], self.args.exam_seconds
-        base = self.args.start
+        seconds = max(1.0, min(args.seconds, args.limit - used))
+        start, history, next_exam = time.time(), [], args.exam_seconds
         while True:
             elapsed = time.time() - start
-            fraction = base + (1 - base) * elapsed / self.args.seconds
-            done = fraction >= 1 or step >= self.args.steps
-            if done or elapsed > next_exam:
-                next_exam = elapsed + self.args.exam_seconds
-                self.report(step, elapsed, exam, history)
-            if done:
+            part = self.done / args.steps if args.steps else elapsed / seconds
+            fraction = args.start + (1 - args.start) * part
+            over = part >= 1 or elapsed >= seconds
+            if over or elapsed > next_exam:
+                next_exam = elapsed + args.exam_seconds
+                self.report(elapsed, exam, history)
+            if over:
                 break
-            for _ in range(10):
-                self.set_schedule(step, fraction)
+            for _ in range(1 if args.steps else 10):
+                self.set_schedule(self.done, fraction)
                 replay()
-                step += 1
+                self.done += 1
             self.sync()
-            if step % 500 < 10:
-                self.log(step, elapsed, history)
+            if self.done % 500 < 10:
+                self.log(elapsed, history)
 
     def sync(self) -> None:
         if self.device == "cuda":
             torch.cuda.synchronize()
 
-    def log(self, step: int, elapsed: float, history: list) -> None:
+    def log(self, elapsed: float, history: list) -> None:
         text, label, spot, norm = self.meter.tolist()
-        line = {"step": step, "seconds": round(elapsed, 1), "text": round(text, 4),
+        line = {"step": self.done, "seconds": round(elapsed, 1), "text": round(text, 4),
                 "label": round(label, 4), "spot": round(spot, 4),
                 "norm": round(norm, 3)}  # fmt: skip
         history.append(line)
         print(" ".join(f"{k} {v}" for k, v in line.items()), flush=True)
 
-    def report(self, step: int, elapsed: float, exam: Exam, history: list) -> None:
-        self.log(step, elapsed, history)
+    def report(self, elapsed: float, exam: Exam, history: list) -> None:
+        self.log(elapsed, history)
         history[-1]["exam"] = self.examine(exam, 12)
-        seen = step * self.layout.pictures
+        seen = self.done * self.layout.pictures
         args = {k: str(v) for k, v in vars(self.args).items()}
-        self.save({"args": args, "pictures": seen, "history": history})
+        self.save({"commit": commit(), "args": args, "pictures": seen, "history": history})
         print(f"  saved; {seen / 1e6:.2f} M pictures", flush=True)
+
+
+def commit() -> str:
+    """The commit of the code, with a `+` where files differ from it; empty outside a checkout."""
+    git = ["git", "-C", str(Path(__file__).parent)]
+    head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
+    clean = subprocess.run([*git, "diff", "--quiet", "HEAD"], capture_output=True, check=False)
+    return head.stdout.strip() + ("+" if head.stdout and clean.returncode else "")
 
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, default=900)
     parser.add_argument("--limit", type=float, default=1e9, help="seconds, the start's included")
-    parser.add_argument("--steps", type=int, default=10**9)
+    parser.add_argument("--steps", type=int, default=0, help="of the whole run")
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--start", type=float, default=0.0, help="fraction of the schedule done")
     parser.add_argument("--resume", nargs="*", default=[], help="resume files or a folder")
+    parser.add_argument("--keep-state", action="store_true")
     parser.add_argument("--exam-seconds", type=float, default=120)
     parser.add_argument("--atlas", type=Path, default=Path("build/demo/atlas.npz"))
     parser.add_argument("--exam", type=Path, default=Path("build/demo/exam.npz"))
