@@ -121,7 +121,7 @@ def over(image: Tensor, alpha: Tensor, colour: Tensor) -> Tensor:
 
 def clutter_at(scene: Scene, picture: Tensor, y: Tensor, x: Tensor) -> Tensor:
     """What the clutter adds to the ground, [N, 3, 14, 14]."""
-    clutter, total = scene.clutter, 0.0
+    clutter, total = scene.clutter, torch.zeros((), device=y.device)
     for i in range(WAVES):
         down, across = (clutter.wave_PW2[picture, i, j].view(-1, 1, 1) for j in (0, 1))
         wave = torch.sin(down * y + across * x + clutter.phase_PW[picture, i].view(-1, 1, 1))

@@ -121,7 +121,8 @@ def readable(rng: random.Random, under: Colour) -> Colour:
 
 
 def measure(text: str, path: str, size: int) -> tuple[ImageFont.FreeTypeFont, Box]:
-    font = ImageFont.truetype(path, size)
+    """A font, Pillow's own where the path is empty, and the box of the text in it."""
+    font = ImageFont.truetype(path, size) if path else ImageFont.load_default(size)
     return font, font.getbbox(text)
 
 
@@ -184,7 +185,12 @@ def set_lines(rng: random.Random, image: Image.Image, lines: Lines, ink: Colour)
             rng.uniform(-MAX_TURN, MAX_TURN), Image.Resampling.BICUBIC, center=(edge + width / 2, y)
         )
         found = turned.getchannel("A").getbbox()
-        if min(found[:2]) >= edge and found[2] <= edge + width and found[3] <= edge + height:
+        if (
+            found
+            and min(found[:2]) >= edge
+            and found[2] <= edge + width
+            and found[3] <= edge + height
+        ):
             layer = turned
     layer = layer.crop((edge, edge, edge + width, edge + height))
     return Image.alpha_composite(image.convert("RGBA"), layer).convert("RGB")
