@@ -36,11 +36,11 @@ PAIRS = len(COLOURS) * len(SHAPES)
 
 # How often each task is asked where it can be; where no shape is shown the shape tasks are rarer.
 TASKS = {
-    "read": 1.0, "kind": 0.4, "no_price": 0.05, "line": 0.25, "text_colour": 0.15, "any_text": 0.05,
+    "read": 1.0, "kind": 0.4, "no_price": 0.05, "line": 0.25, "text_colour": 0.15, "any_text": 0.02,
     "total": 1.5, "item": 0.7,
     "count_both": 0.8, "count_shape": 0.12, "count_colour": 0.15, "count_all": 0.12,
     "count_is": 0.12, "colour_of": 0.4, "shape_of": 0.15, "exists": 0.25, "colour_is": 0.25,
-    "relation": 0.6, "relation_kind": 0.35, "side_across": 0.3, "side_along": 0.3, "further": 0.3,
+    "relation": 1.0, "relation_kind": 0.6, "side_across": 0.4, "side_along": 0.4, "further": 0.4,
     "extreme": 0.2, "where": 0.2, "half": 0.1, "beside": 0.2,
 }  # fmt: skip
 SHAPE_TASKS = ("count_both", "count_shape", "count_colour", "count_all", "count_is", "exists")
@@ -228,11 +228,11 @@ def count_tasks(facts: Facts, phrases: Phrases, lot: Lot) -> list[Task]:
         row = phrases.ask(group, index, lot, P, K)
         tasks.append(Task(always, row, none, phrases.say("number", count)))
     near = (both + torch.where(lot.chance(0.5, P, K), 1, -1) * (1 + lot.below(2, P, K))).abs()
-    near = torch.where((near < 2) | (near > 9), both + 1, near)
+    near = torch.where((near < 2) | (near == both), both + 1, near)
     number = torch.where(lot.chance(0.5, P, K), both, near)
     row = phrases.ask("count_is", number.clamp(max=9) * PAIRS + pair, lot, P, K)
     answer = torch.where(number == both, phrases.say("yes"), phrases.say("no"))
-    return [*tasks, Task((number > 1) & (number < 10), row, none, answer)]
+    return [*tasks, Task((both > 1) & (number < 10), row, none, answer)]
 
 
 def unique_tasks(facts: Facts, phrases: Phrases, lot: Lot) -> list[Task]:
@@ -247,7 +247,7 @@ def unique_tasks(facts: Facts, phrases: Phrases, lot: Lot) -> list[Task]:
     spot = (facts.shown[:, None] & (kinds[:, None] == shape[..., None])).long().argmax(-1)
     colour_of = Task(one.any(-1), phrases.ask("colour_of", shape, lot, P, K), none,
                      phrases.say("colour", its_colour), spot)  # fmt: skip
-    wrong = torch.where(lot.chance(0.6, P, K), its_colour, lot.below(len(COLOURS), P, K))
+    wrong = torch.where(lot.chance(0.42, P, K), its_colour, lot.below(len(COLOURS), P, K))
     seen = colours.gather(1, choose(facts.shown[:, None].expand(-1, K, -1), lot))
     wrong = torch.where(lot.chance(0.3, P, K), seen, wrong)
     row = phrases.ask("colour_is", wrong * n + shape, lot, P, K)
@@ -261,7 +261,7 @@ def unique_tasks(facts: Facts, phrases: Phrases, lot: Lot) -> list[Task]:
     seen = facts.pair_PS.gather(1, choose(facts.shown[:, None].expand(-1, K, -1), lot))
     other = choose((facts.by_colour > 0)[:, None].expand(-1, K, -1), lot) * n
     mixed = torch.where(lot.chance(0.7, P, K), other + lot.below(n, P, K), lot.below(PAIRS, P, K))
-    pair = torch.where(lot.chance(0.45, P, K), seen, mixed)
+    pair = torch.where(lot.chance(0.4, P, K), seen, mixed)
     there = facts.pairs.gather(1, pair) > 0
     answer = torch.where(there, phrases.say("yes"), phrases.say("no"))
     exists = Task(none < 0, phrases.ask("exists", pair, lot, P, K), none, answer)

@@ -68,7 +68,7 @@ def draw_scene(layout: Layout, tables: Tables, knobs: Knobs, lot: Lot) -> Scene:
     noise = lot.between(0.0, 0.08, P) * lot.chance(0.45, P)
     quality = lot.between(0.1, 1.0, P) ** 2 * 1.7 * lot.chance(0.4, P)
     mode = lot.unit(P)
-    has_text, has_shapes = (mode < 0.5) | (mode > 0.88), mode >= 0.5
+    has_text, has_shapes = (mode < 0.48) | (mode > 0.88), mode >= 0.48
     text = draw_text(size, ground, has_text, tables, knobs, lot)
     shapes = draw_shapes(size, ground, has_shapes, text.box_P4, tables, lot)
     loud = torch.where((text.panel_P > 0) & ~has_shapes, 3.0, 1.0)
@@ -151,7 +151,7 @@ def draw_shapes(
     many_count, many_colours, many_kinds, target = draw_many(room, order, pick, kind, lot)
     few_count, few_colours, few_kinds = draw_few(room, order, pick, kind, lot)
 
-    many = lot.chance(0.55, P)[:, None]
+    many = lot.chance(0.45, P)[:, None]
     count = torch.where(many[:, 0], many_count, few_count)
     shown = torch.arange(S, device=size.device) < count[:, None]
     colour = torch.where(many, many_colours, few_colours)

@@ -95,6 +95,8 @@ class Trainer:
         self.meter = torch.zeros(4, device=self.device)  # losses: text, labels, spots; norm
         self.curriculum = not args.resume  # short big text first
         self.optimizer, self.done = self.build_optimizer(), 0  # steps
+        self.draw_scene, self.draw_turns = draw_scene, draw_turns
+        self.write_dialogue = write_dialogue
         self.paint, self.labels_of = paint, patch_labels
         self.compress, self.as_patches = compress, as_patches
         self.text_loss, self.label_loss, self.spot_loss = text_loss, label_loss, spot_loss
@@ -154,18 +156,17 @@ class Trainer:
         blocks = [*self.network.vision_tower.blocks, *self.network.decoder.layers]
         for block in [*blocks, self.network.projector]:
             block.compile(dynamic=False)
-        self.paint = torch.compile(paint, dynamic=False)
-        self.labels_of = torch.compile(patch_labels, dynamic=False)
-        self.compress = torch.compile(compress, dynamic=False)
-        self.as_patches = torch.compile(as_patches, dynamic=False)
-        self.spot_loss = torch.compile(spot_loss, dynamic=False)
-        self.text_loss = torch.compile(text_loss, dynamic=False)
-        self.label_loss = torch.compile(label_loss, dynamic=False)
+        names = ["paint", "labels_of", "compress", "as_patches"]
+        names += ["text_loss", "label_loss", "spot_loss"]
+        if self.args.fuse_draws:
+            names += ["draw_scene", "draw_turns", "write_dialogue"]
+        for name in names:
+            setattr(self, name, torch.compile(getattr(self, name), dynamic=False))
 
     @torch.no_grad()
     def compose(self) -> tuple[Tensor, Tensor, Dialogue]:
         """Patches, their dense labels, and what is said about the pictures."""
-        scene = draw_scene(self.layout, self.tables, self.knobs, self.lot)
+        scene = self.draw_scene(self.layout, self.tables, self.knobs, self.lot)
         lookup = character_lookup(scene)
         patches = len(self.layout.patch_picture_N)
         noise = torch.randn(patches, 3, PATCH, PATCH, device=self.device)
@@ -173,8 +174,8 @@ class Trainer:
         image = self.compress(image, scene.quality_P, self.blocks)
         pixels = self.as_patches(image, scene, self.layout)
         dense = self.labels_of(scene, self.tables, lookup, self.layout)
-        turns = draw_turns(scene, self.layout, self.phrases, self.lot)
-        return pixels, dense, write_dialogue(turns, self.layout, self.phrases, self.lot)
+        turns = self.draw_turns(scene, self.layout, self.phrases, self.lot)
+        return pixels, dense, self.write_dialogue(turns, self.layout, self.phrases, self.lot)
 
     def step(self) -> None:
         self.optimizer.zero_grad(set_to_none=True)
@@ -318,6 +319,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--attention", choices=("flash", "grouped"), default="flash")
     parser.add_argument("--no-compile", dest="compile", action="store_false")
+    parser.add_argument("--fuse-draws", action="store_true")
     parser.add_argument("--no-graph", dest="graph", action="store_false")
     parser.add_argument("--tiny", action="store_true", help="four small pictures a step")
     return parser.parse_args()
