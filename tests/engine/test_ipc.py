@@ -6,7 +6,9 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
+from collections import namedtuple
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -19,8 +21,10 @@ from hypothesis import strategies as st
 
 from vitrail.config.engine import EngineConfig
 from vitrail.config.finding import Finding, Refused
+from vitrail.engine import ipc
 from vitrail.engine.ipc import (
     HEADER,
+    LEAST_SHARED,
     MAX_FRAME,
     Abort,
     EngineChannel,
@@ -257,3 +261,15 @@ def test_folders_of_the_living_stay_and_those_of_the_dead_go():
     first.close()
     second.close()
     assert not first.folder.exists()
+
+
+def test_a_small_shared_memory_is_left_for_the_temporary_folder(tmp_path, monkeypatch, caplog):
+    """Two photographs fill a container's 64 MiB."""
+    taken = namedtuple("Usage", "total used free")
+    sizes = {LEAST_SHARED - 1: Path(tempfile.gettempdir()), LEAST_SHARED: tmp_path}
+    for size, parent in sizes.items():
+        monkeypatch.setattr(ipc.shutil, "disk_usage", lambda _, size=size: taken(size, 0, size))
+        assert ipc._pixel_parent(tmp_path) == parent
+    assert [r.levelname for r in caplog.records] == ["WARNING"]
+    assert "--shm-size" in caplog.text
+    assert ipc._pixel_parent(tmp_path / "absent") == Path(tempfile.gettempdir())

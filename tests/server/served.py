@@ -117,10 +117,8 @@ class Served:
 
     def pixel_folder(self) -> Path:
         """Where this server puts pixels for its engine."""
-        shared = Path("/dev/shm")
-        parent = shared if os.access(shared, os.W_OK) else Path(tempfile.gettempdir())
         held = [os.readlink(f) for f in Path(f"/proc/{self.process.pid}/fd").iterdir()]
-        (folder,) = {f for f in parent.glob("vitrail-pixels-*") if str(f) in held}
+        (folder,) = {Path(f) for f in held if Path(f).name.startswith("vitrail-pixels-")}
         return folder
 
     def stop(self) -> int:

@@ -8,6 +8,7 @@ Arrays travel beside it, one file each in a private folder of shared memory. No 
 
 import fcntl
 import itertools
+import logging
 import os
 import shutil
 import socket
@@ -29,6 +30,11 @@ HEADER = struct.Struct("<I")
 MAX_FRAME = 1 << 30
 FOLDER_PREFIX = "vitrail-pixels-"
 NEW_PREFIX = "vitrail-new-"
+# Of shared memory, for it to be used: some dozens of photographs of 12 megapixels, 36 MB each. A
+# container has 64 MiB unless told otherwise, which a client fills with two.
+LEAST_SHARED = 1 << 30
+
+log = logging.getLogger("vitrail.engine")
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -217,9 +223,7 @@ class FrontendCodec:
     their owners left behind, are removed when a new one is made."""
 
     def __init__(self) -> None:
-        shared = Path("/dev/shm")
-        usable = shared.is_dir() and os.access(shared, os.W_OK)
-        parent = shared if usable else Path(tempfile.gettempdir())
+        parent = _pixel_parent(Path("/dev/shm"))
         for stale in parent.glob(f"{FOLDER_PREFIX}*"):
             _remove_unlocked(stale)
         made = Path(tempfile.mkdtemp(prefix=NEW_PREFIX, dir=parent))
@@ -278,6 +282,23 @@ class FrontendCodec:
         """Remove the folder and whatever the engine did not take."""
         shutil.rmtree(self.folder, ignore_errors=True)
         os.close(self._lock)
+
+
+def _pixel_parent(shared: Path) -> Path:
+    """Where the pixel folder is made: `shared` if it can hold some photographs, else the temporary
+    folder, with a warning where it is too small."""
+    other = Path(tempfile.gettempdir())
+    if not (shared.is_dir() and os.access(shared, os.W_OK)):  # no Linux
+        return other
+    size = shutil.disk_usage(shared).total
+    if size >= LEAST_SHARED:
+        return shared
+    log.warning(
+        "%s holds %d MiB, less than the %d MiB that pictures in flight may take: they go through "
+        "%s (in a container: --shm-size)",
+        *(shared, size >> 20, LEAST_SHARED >> 20, other),
+    )
+    return other
 
 
 def _open_folder(folder: Path) -> int:
