@@ -85,7 +85,8 @@ class Answer:
 class Turns:
     row: Tensor  # [P, K] of the table of questions
     answer: Answer
-    spot: Tensor  # [P, K, 2 mentions, 2 (y, x)], bins of the shapes' centres, or IGNORE
+    spot: Tensor  # [P, K, 2 mentions, 4]: bins of y, x of the shape's centre; at the second whether
+    # the first is farther up, farther left; IGNORE where it is not known
 
 
 class Phrases:
@@ -344,13 +345,17 @@ def place_tasks(facts: Facts, phrases: Phrases, lot: Lot) -> list[Task]:
 
 
 def spots_of(scene: Scene, layout: Layout, first: Tensor, second: Tensor) -> Tensor:
-    """[P, K, 2, 2]: bins of the centres (y, x) of two shapes, IGNORE where the index is -1."""
+    """Turns.spot of two shapes, whose index is -1 where none is mentioned."""
     both = torch.stack([first, second], -1)
     grid = (layout.size_P2 // PATCH * PATCH)[:, None]
-    bins = (scene.shapes.centre_PS2 / grid * SPOTS).long().clamp(0, SPOTS - 1)
     at = both.clamp(min=0).flatten(1)[..., None].expand(-1, -1, 2)
-    found = bins.gather(1, at).unflatten(1, both.shape[1:])
-    return torch.where(both[..., None] >= 0, found, IGNORE)
+    centre = scene.shapes.centre_PS2.gather(1, at)
+    bins = (centre / grid * SPOTS).long().clamp(0, SPOTS - 1).unflatten(1, both.shape[1:])
+    y, x = centre.unflatten(1, both.shape[1:]).unbind(-1)
+    less = torch.stack([y[..., 0] < y[..., 1], x[..., 0] < x[..., 1]], -1).long()
+    less = torch.where((both >= 0).all(-1, keepdim=True), less, IGNORE)
+    sides = torch.stack([torch.full_like(less, IGNORE), less], -2)
+    return torch.cat([torch.where(both[..., None] >= 0, bins, IGNORE), sides], -1)
 
 
 def draw_tasks(weight: Tensor, lot: Lot) -> Tensor:
@@ -410,10 +415,10 @@ class Slots:
         self.ids = torch.full((layout.tokens + 1,), PAD, dtype=torch.long, device=device)
         self.labels = torch.full((layout.tokens + 1,), IGNORE, dtype=torch.long, device=device)
         self.weight = torch.zeros(layout.tokens + 1, device=device)
-        self.spots = torch.full((layout.tokens + 1, 2), IGNORE, dtype=torch.long, device=device)
+        self.spots = torch.full((layout.tokens + 1, 4), IGNORE, dtype=torch.long, device=device)
 
     def mark(self, at: Tensor, spot: Tensor, on: Tensor) -> None:
-        """Labels the tokens `at` [P, 2] past the cursor, -1 for none, with `spot` [P, 2, 2]."""
+        """Labels the tokens `at` [P, 2] past the cursor, -1 for none, with `spot` [P, 2, 4]."""
         at = torch.where((at >= 0) & on[:, None], self.cursor[:, None] + at, FAR)
         lay, fits = self.layout, at < self.layout.slot_len_P[:, None]
         where = torch.where(fits, lay.slot_start_P[:, None] + at, lay.tokens)
@@ -453,7 +458,7 @@ class Dialogue:
     ids: Tensor  # [T]
     labels: Tensor  # [T], of the next token
     weight: Tensor  # [T], of the labels
-    spots: Tensor  # [T, 2], bins of the mentioned shape's centre (y, x) at the mention's last token
+    spots: Tensor  # [T, 4], Turns.spot at a mention's last token
     image_at: Tensor  # [M], the image tokens' places
 
 
@@ -475,12 +480,11 @@ def write_dialogue(turns: Turns, layout: Layout, phrases: Phrases, lot: Lot) -> 
     put("im_end", system)
     put("user")
     marks = phrases.marks[row]
-    slots.mark(marks[:, 0], turns.spot[:, 0], first > 0)
     slots.write(question[:, 0], question_len[:, 0] * first)
     put("media")
     image_at = slots.write_image()
     put("media_end")
-    slots.mark(marks[:, 0], turns.spot[:, 0], first < 1)
+    slots.mark(marks[:, 0], turns.spot[:, 0], first < 1)  # before the picture nothing is known
     slots.write(question[:, 0], question_len[:, 0] * (1 - first))
     for k in range(TURNS):
         if k:

@@ -13,7 +13,9 @@ from layout import Layout, Spans, bicubic_matrix
 from torch import Tensor, nn
 
 LABELS_PER_PATCH = 3  # the auxiliary head names what lies at two points and whose centre is here
-SPOT_LAYER = 2  # after this decoder layer another head names where a mentioned shape is
+# After these decoder layers heads name, at a mention of a shape, where it is; and, at the second of
+# two, whether the first is above it and left of it.
+SPOT_LAYER, SIDE_LAYER = 2, 3
 
 
 def rotate(x_THK: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -212,18 +214,18 @@ class Decoder(nn.Module):
         return angle.cos(), angle.sin()
 
     def forward(self, x: Tensor, tables: tuple[Tensor, ...], spans: Spans) -> tuple:
-        loads, middle = [], x
-        for i, layer in enumerate(self.layers):
+        loads, after = [], []
+        for layer in self.layers:
             x, load = layer(x, *tables, spans)
             loads.append(load)
-            middle = x if i == SPOT_LAYER else middle
-        return self.norm(x), middle, loads
+            after.append(x)
+        return self.norm(x), after, loads
 
 
 class Hidden(NamedTuple):
     patches: Tensor
     tokens: Tensor
-    middle: Tensor  # of the tokens after SPOT_LAYER
+    after: list[Tensor]  # of the tokens after each decoder layer
     loads: list[Tensor]  # of the experts of each layer
 
 
@@ -236,7 +238,8 @@ class DemoNetwork(nn.Module):
         self.vision_tower = VisionTower(vision, labels)
         self.projector = Projector(vision["hidden_size"], text["hidden_size"])
         self.decoder = Decoder(text)
-        self.spot_head = nn.Linear(text["hidden_size"], 2 * spots)  # does not ship
+        self.spot_head = nn.Linear(text["hidden_size"], 2 * spots)  # these two do not ship
+        self.side_head = nn.Linear(text["hidden_size"], 2 * 2)
         self.initialise()
 
     def initialise(self) -> None:

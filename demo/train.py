@@ -26,7 +26,7 @@ from examine import Exam, build_exam, examine, load_samples
 from export import load_published
 from jpeg import build_blocks, compress
 from layout import LADDER, PATCH, build_layout, move
-from network import DemoNetwork, Experts, shipped_parameters
+from network import SIDE_LAYER, SPOT_LAYER, DemoNetwork, Experts, shipped_parameters
 from paint import LABELS, as_patches, character_lookup, paint, patch_labels
 from safetensors.torch import load_file, save_file
 from scene import draw_scene
@@ -38,7 +38,7 @@ WARMUP_STEPS = 400
 STATE = "state.safetensors"
 MAX_CHARS_UNTIL = ((600, 3), (1600, 6), (3200, 9))  # before this step, at most so many characters
 MIN_EM_UNTIL = ((800, 22), (2500, 17), (6000, 13))  # before this step, at least so many pixels
-MIN_EM = 11
+MIN_EM = 12
 
 
 def until(table: tuple[tuple[int, int], ...], step: int, final: int) -> int:
@@ -56,11 +56,17 @@ def label_loss(network: DemoNetwork, patches: Tensor, labels: Tensor, weight: Te
     return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), weight=weight)
 
 
-def spot_loss(network: DemoNetwork, middle: Tensor, spots: Tensor) -> Tensor:
-    """Where mentioned shapes are, row and column; 0 where none is mentioned."""
-    logits = network.spot_head(middle).float().unflatten(-1, (2, SPOTS)).flatten(0, 1)
-    each = F.cross_entropy(logits, spots.flatten(), ignore_index=IGNORE, reduction="sum")
-    return each / (spots != IGNORE).sum().clamp(min=1)
+def spot_loss(network: DemoNetwork, after: list[Tensor], spots: Tensor) -> Tensor:
+    """Where mentioned shapes are and on which side of each other; 0 where none is mentioned."""
+    place = network.spot_head(after[SPOT_LAYER]).float().unflatten(-1, (2, SPOTS))
+    side = network.side_head(after[SIDE_LAYER]).float().unflatten(-1, (2, 2))
+    total = torch.zeros((), device=spots.device)
+    for logits, labels in ((place, spots[:, :2]), (side, spots[:, 2:])):
+        each = F.cross_entropy(
+            logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE, reduction="sum"
+        )
+        total = total + each / (labels != IGNORE).sum().clamp(min=1)
+    return total
 
 
 class Trainer:
@@ -184,7 +190,7 @@ class Trainer:
             out = self.network(pixels, said.ids, said.image_at, self.layout, self.rope)
             text = self.text_loss(self.network, out.tokens, said.labels, said.weight)
             label = self.label_loss(self.network, out.patches, dense, self.class_weight)
-            spot = self.spot_loss(self.network, out.middle, said.spots)
+            spot = self.spot_loss(self.network, out.after, said.spots)
         (text + self.knobs.label_weight * label + self.knobs.spot_weight * spot).backward()
         norm = torch.nn.utils.clip_grad_norm_(self.network.parameters(), 1.0)
         self.optimizer.step()
@@ -203,7 +209,7 @@ class Trainer:
         self.knobs.bias_rate.fill_(1e-3 * heat)
         self.knobs.max_chars.fill_(until(MAX_CHARS_UNTIL, late, 12))
         self.knobs.min_em.fill_(until(MIN_EM_UNTIL, late, MIN_EM))
-        self.knobs.label_weight.fill_(max(0.05, 0.7 * (1 - 2.5 * fraction)))
+        self.knobs.label_weight.fill_(max(0.05, 0.6 * (1 - 1.5 * fraction)))
         self.knobs.spot_weight.fill_(max(0.03, 0.3 * (1 - 1.5 * fraction)))
 
     def ready_step(self) -> Callable[[], None]:

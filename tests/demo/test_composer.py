@@ -322,7 +322,7 @@ def test_spots_name_the_mentioned_shapes_place(demo: Any, stage: Any):
     scene = draw(demo, stage, 9)
     turns = demo.dialogue.draw_turns(scene, stage.layout, stage.phrases, stage.lot)
     said = demo.dialogue.write_dialogue(turns, stage.layout, stage.phrases, stage.lot)
-    marked, lay = 0, stage.layout
+    marked, pairs, lay = 0, 0, stage.layout
     for picture, start in enumerate(lay.slot_start_P.tolist()):
         for at in range(start, start + int(lay.slot_len_P[picture])):
             if said.spots[at, 0] == demo.dialogue.IGNORE:
@@ -336,9 +336,18 @@ def test_spots_name_the_mentioned_shapes_place(demo: Any, stage: Any):
                 for s in shapes_of(demo, scene, picture)
                 if s.kind == kind
             ]
-            assert spot in bins, (picture, text)
+            assert spot[:2] in bins, (picture, text)
             marked += 1
+            colour = "|".join(demo.catalog.COLOURS)
+            if pair := re.search(
+                f"({colour}) (\\w+) [a-z ]+ the ({colour}) (\\w+)$", text.replace("or the", "the")
+            ):
+                oracle = Oracle(demo, scene, picture)
+                a, b = oracle.the(pair[1], pair[2]), oracle.the(pair[3], pair[4])
+                assert spot[2:] == [a.y < b.y, a.x < b.x], (picture, text)
+                pairs += 1
     assert marked > 10
+    assert pairs > 2
 
 
 @pytest.mark.parametrize("quality", [30, 50, 80])
