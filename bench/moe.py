@@ -316,7 +316,7 @@ def case(layers: list[Layer], tokens: int, tuned: bool) -> None:
     plan = experts_plan(tokens, ExpertsShape(HIDDEN, INNER, ROUTED + SHARED, TOP_K + SHARED), gpu)
     measure("routed", routed, plan)
     if tuned:
-        measure("routed, one after the other", routed, replace(plan, early=False))
+        measure("routed, one after the other", routed, replace(plan, early=0))
     measure("with shared", whole, plan)
     layer_calls = [
         lambda b=b: fused.triton_mixture(

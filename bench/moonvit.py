@@ -36,7 +36,7 @@ from vitrail.attention.shape import Phase
 from vitrail.config.hardware import CPU, from_device
 from vitrail.config.model import MoonVitConfig
 from vitrail.engine.encode import patches_of
-from vitrail.engine.encode_graphs import UNIT, EncodeGraphs, ladder
+from vitrail.engine.encode_graphs import EncodeGraphs
 from vitrail.engine.step import EncodeJob
 from vitrail.models.kimi_vl.processor import KimiVLProcessor
 from vitrail.ops.dispatch import select_vision
@@ -45,6 +45,7 @@ from vitrail.ops.vision.naive import Grids
 from vitrail.vision.image import ImageLimits, from_pil
 from vitrail.vision.moonvit import MoonVit, moonvit_site
 from vitrail.vision.projector import MergeProjector
+from vitrail.vision.rungs import rungs_of
 
 Sizes = Sequence[tuple[int, int]]
 PUBLISHED = MoonVitConfig(
@@ -236,7 +237,8 @@ def graphs(half: Bench, rows: dict[str, tuple[Sizes, float]], prefer: str | None
     they fit, the projector launch by launch."""
     budget = (1, 5352)
     began, before = time.perf_counter(), torch.cuda.memory_reserved()
-    plans, rungs = half.plans([budget] * 9, prefer), ladder(5352, UNIT, 5352)
+    plans = half.plans([budget] * 9, prefer)
+    rungs = rungs_of(half.config, 5352, 5352, half.tower.sites(), plans)
     made = EncodeGraphs(half, plans, half.config, rungs, half.device)
     made.capture()
     taken, held = time.perf_counter() - began, torch.cuda.memory_reserved() - before

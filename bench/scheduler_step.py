@@ -25,13 +25,15 @@ from vitrail.attention.shape import AttentionSite, Phase
 from vitrail.cache.encoder import EncoderCache
 from vitrail.cache.kv_pool import KvPool
 from vitrail.cache.manager import Manager
+from vitrail.check.sizes import ladder
 from vitrail.config.hardware import find
 from vitrail.engine.batch import BatchBuilder
-from vitrail.engine.graphs import DecodeGraphs, GraphParts, ladder
+from vitrail.engine.graphs import DecodeGraphs, GraphParts
 from vitrail.engine.parcel import Door
+from vitrail.engine.policy import SchedulerLimits
 from vitrail.engine.request import EngineRequest, FinishReason, SamplingParams
 from vitrail.engine.sampler import Sampler
-from vitrail.engine.scheduler import Scheduler, SchedulerLimits
+from vitrail.engine.scheduler import Scheduler
 from vitrail.engine.step import StepInputs, StepPlan, StepResult
 from vitrail.models.interface import Model
 
@@ -81,6 +83,7 @@ def make(running: int, steps: int, prompt: int = PROMPT) -> Scheduler:
         max_step_tokens=8192,
         max_model_len=prompt + steps + 1,
         encoder_patches=1,
+        patches_beside=0,
         page_size=PAGE_SIZE,
         prefix_cache=True,
     )
@@ -161,6 +164,7 @@ def result(plan: StepPlan) -> StepResult:
         logprobs=[None] * len(rows),
         prompt_rows={},
         failed_entries={},
+        encoded=0,
     )
 
 

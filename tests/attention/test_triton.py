@@ -1,6 +1,8 @@
 """The Triton kernels, in the interpreter, against attention written out: every site, phase and page
 size, whatever the lengths; the faults others shipped."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from dense_attention import CPU_DEVICE, close, dense, dense_packed, packed, paged, site
@@ -10,7 +12,13 @@ from triton_plans import tiny
 
 from vitrail.attention.backend import load_backend
 from vitrail.attention.chunked import attend_chunks
-from vitrail.attention.metadata import gather_slots, key_slots, varlen_metadata, with_chunks
+from vitrail.attention.metadata import (
+    WorkCache,
+    gather_slots,
+    key_slots,
+    varlen_metadata,
+    with_chunks,
+)
 from vitrail.attention.shape import Phase
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs them compiled")
@@ -55,6 +63,19 @@ def test_encode_sees_both_sides(window, dim, sink):
     want = dense_packed(q, k, v, where, lens, lens, sink_of(where))
     got = varlen(tiny(where, Phase.ENCODE), q, k, v, lens, lens, sink_of(where))
     close(got, want, TOLERANCE)
+
+
+@pytest.mark.parametrize("heads", [(2, 2), (4, 2)])
+def test_captured_work_serves_other_lengths_of_as_many_rows(heads):
+    """Records made of `cu_q` alone, as a graph replays them: of the lengths that it has then."""
+    where, captured = site(*heads, 24, 24, causal=False), [57, 1, 1, 1, 1]
+    plan = tiny(where, Phase.ENCODE)
+    meta = replace(varlen_metadata(captured, CPU_DEVICE), any_lengths=True)
+    for lens in (captured, [13, 1, 39, 8, 0], [0, 0, 61, 0, 0], [16, 16, 16, 13, 0]):
+        q, k, v = packed(where, lens, lens)
+        want = dense_packed(q, k, v, where, lens, lens)
+        meta.cu_q.copy_(varlen_metadata(lens, CPU_DEVICE).cu_q)
+        close(BACKEND.varlen(plan, q, k, v, replace(meta, work=WorkCache())), want, TOLERANCE)
 
 
 @pytest.mark.parametrize("splits", [1, 3])

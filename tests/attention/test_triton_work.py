@@ -1,6 +1,8 @@
 """The work of a launch: every visible pair of row and key exactly once, within the plan's bounds;
 splits that change nothing; records of fixed addresses that serve other batches."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -11,8 +13,8 @@ from triton_plans import tiny
 
 from vitrail.attention.backend import load_backend
 from vitrail.attention.backends.triton import prepare
-from vitrail.attention.metadata import paged_metadata
-from vitrail.attention.records import COMBINE_SPLITS, make_records, padded
+from vitrail.attention.metadata import lengths_of, paged_metadata, varlen_metadata
+from vitrail.attention.records import COMBINE_SPLITS, make_records, padded, records_of
 from vitrail.attention.shape import Phase
 from vitrail.config.finding import Refused
 
@@ -229,3 +231,18 @@ def test_d10_addresses_past_2_to_the_31_elements():
 def test_d12_a_table_too_short_is_refused_before_the_kernel():
     with pytest.raises(Refused, match="65 keys in 4 pages of 16"):
         paged_metadata(16, [1, 1], [65, 1], torch.zeros((2, 4), dtype=torch.int32))
+
+
+@given(st.lists(st.integers(0, 80), min_size=1, max_size=7), st.sampled_from([(1, 1), (4, 2)]))
+@settings(max_examples=60, deadline=None, derandomize=True)
+def test_work_made_on_the_device_is_that_of_the_host(lens, heads):
+    """The same items, in any order, and empty ones behind: never more than there is room for."""
+    where = site(*heads, 24, 24, causal=False, sink=True)
+    plan = tiny(where, Phase.ENCODE, max_q_len=80)
+    meta = replace(varlen_metadata(lens, CPU_DEVICE), any_lengths=True)
+    made = prepare(plan, meta, CPU_DEVICE)
+    want = records_of(plan, lengths_of(meta)).items.tolist()
+    assert made.items.dtype == torch.int32
+    assert sorted(made.items[: len(want)].tolist()) == sorted(want)
+    assert not made.items[len(want) :].any()
+    assert (made.slots, len(made.combines)) == (0, 0)

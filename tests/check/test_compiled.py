@@ -3,16 +3,21 @@
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from conftest import H200, ask
 
-from vitrail.attention.cubin import Taken
+from vitrail.attention.cubin import SPILL_BYTES, Taken
 from vitrail.attention.plan import AttentionPlan, plan
 from vitrail.attention.shape import AttentionShape, AttentionSite, Phase
-from vitrail.check import compiled
-from vitrail.check.compiled import Job, Proof, run
+from vitrail.check import checks, compiled
+from vitrail.check.compiled import Job, Proof, hold_kernel, run
+from vitrail.check.run import check
+from vitrail.check.subject import Question
+from vitrail.cli import DEMO
+from vitrail.config.engine import EngineConfig
 from vitrail.config.finding import accept
 from vitrail.config.hardware import CPU, find
 
@@ -50,7 +55,7 @@ class Compiler:
         )
 
     def job(self, name: str) -> Job:
-        return Job(name=name, plan=planned(), take=self.take)
+        return compiled.planned(name, planned(), H200, self.take)
 
     def take(self) -> list[Taken]:
         self.asked += 1
@@ -143,3 +148,86 @@ def test_a_models_kernels_are_compiled_for_a_gpu_that_is_not_here(tmp_path: Path
     assert [line for line in lines if line in ("0", "1", "2")] == ["0", "0"]
     assert sum(line.startswith("compiled attend (extend") for line in lines) == 2
     assert list(tmp_path.iterdir())
+
+
+def test_what_takes_more_than_its_gpu_has_is_found() -> None:
+    """Of kernels that no plan bounds: no launch of them would succeed."""
+    fits = Taken(
+        kernel="moe_up", cc=90, num_warps=8, registers=255, stack_bytes=0, smem_bytes=227 << 10
+    )
+    assert list(hold_kernel(fits, H200)) == []
+    (found,) = hold_kernel(fits, find("L40S"))
+    assert (found.code, found.severity) == ("compiled_shared_memory", "error")
+    assert str(227 << 10) in found.saw
+    assert str(99 << 10) in found.rule
+    (found,) = hold_kernel(replace(fits, num_warps=16), H200)
+    assert (found.code, found.severity) == ("compiled_registers", "error")
+    (found,) = hold_kernel(replace(fits, stack_bytes=SPILL_BYTES + 1), H200)
+    assert (found.code, found.severity) == ("compiled_stack", "warning")
+
+
+def test_every_kernel_of_the_demos_steps_is_compiled_and_remembered(tmp_path: Path) -> None:
+    """In a process of its own, because this one runs kernels in the interpreter."""
+    code = (
+        "import sys; from pathlib import Path\n"
+        "from vitrail.check.run import check\n"
+        "from vitrail.check.subject import Question\n"
+        "from vitrail.config.engine import EngineConfig\n"
+        "from vitrail.config.hardware import find\n"
+        "choices = EngineConfig(model=sys.argv[1], attention='triton', max_running=16,"
+        " max_step_tokens=256)\n"
+        "question = Question(choices=choices, gpu=find('B300'), compile=True,"
+        " cache=Path(sys.argv[2]))\n"
+        "for _ in range(2):\n"
+        "    report = check(question)\n"
+        "    row = report.row('kernels')\n"
+        "    print(report.exit_code, row.status, len(row.facts['kernels']), sep='\\n')\n"
+        "    print(*row.details, sep='\\n')\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(DEMO), str(tmp_path)],
+        env={**os.environ, "TRITON_INTERPRET": "0"},
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    lines = done.stdout.splitlines()
+    first, again = lines[: len(lines) // 2], lines[len(lines) // 2 :]
+    assert first == again
+    assert first[:2] == ["0", "ok"]
+    assert int(first[2]) > 30
+    kernels = [line.split()[1].split(":")[0] for line in first[3:]]
+    assert {"moe.triton.moe_up", "sampling.triton._draw_filtered", "resize.triton.rows_kernel"} <= {
+        *kernels
+    }
+    assert all("registers" in line and "shared" in line for line in first[3:])
+    assert len(list(tmp_path.iterdir())) > int(first[2]), "attention's are there too"
+
+
+def test_the_interpreter_compiles_nothing_and_says_so(tmp_path: Path) -> None:
+    report = check(
+        Question(
+            choices=EngineConfig(model=str(DEMO), attention="reference", cuda_graphs=0),
+            gpu=H200,
+            compile=True,
+            cache=tmp_path,
+        )
+    )
+    assert "TRITON_INTERPRET" in (report.row("kernels").unknown or "")
+    assert report.exit_code == 2
+
+
+def _fails(*_: object) -> None:
+    raise ValueError("17 rows of 16")
+
+
+def test_a_model_whose_steps_fail_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As it would fail there, and no traceback of check's own."""
+    monkeypatch.setattr(checks, "step_launches", _fails)
+    monkeypatch.setattr(checks, "prove", lambda *a: Proof())
+    choices = EngineConfig(model=str(DEMO))
+    report = check(Question(choices=choices, gpu=H200, compile=True))
+    (found,) = report.row("kernels").findings
+    assert (found.code, report.exit_code) == ("step_failed", 1)
+    assert "17 rows of 16" in found.saw

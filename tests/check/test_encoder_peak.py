@@ -7,7 +7,8 @@ import torch
 from vitrail.attention.plan import make_table
 from vitrail.check import sizes
 from vitrail.check.encoder_peak import Part, encoder_peak, product_bytes, worst_steps
-from vitrail.check.trace import HollowTable, Shapes
+from vitrail.check.steps import HollowTable
+from vitrail.check.trace import Shapes
 from vitrail.config.hardware import GPUS, find
 from vitrail.config.model import MoonVitConfig, SiglipConfig, VisionConfig
 from vitrail.vision.moonvit import MoonVit

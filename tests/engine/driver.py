@@ -6,7 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from vitrail import LLM
+from vitrail import LLM, SamplingParams
+from vitrail.engine.step import StepInputs, StepPlan
 
 GOLDEN = Path(__file__).parent.parent / "golden" / "kimi_vl"
 
@@ -37,3 +38,31 @@ class Golden:
     @property
     def prompt(self) -> dict[str, Any]:
         return {"prompt_token_ids": self.ids, "images": self.images}
+
+
+def pictures_beside_decodes(llm: LLM, golden: Golden) -> tuple[list[list[int]], list[StepPlan]]:
+    """The golden prompt comes four times while eight others decode: its tokens, and all plans. No
+    prefix and no picture may be kept."""
+    engine, plans, tokens = llm.engine, list[StepPlan](), dict[str, list[int]]()
+    schedule = engine.scheduler.schedule
+
+    def watched() -> tuple[StepPlan, StepInputs] | None:
+        planned = schedule()
+        plans.extend([] if planned is None else [planned[0]])
+        return planned
+
+    def add(name: str, prompt: dict[str, Any], count: int) -> None:
+        params = SamplingParams(max_tokens=count, temperature=0, ignore_eos=True)
+        engine.add(llm.preparer.requests(llm.prepare(prompt), params, name)[0])
+
+    engine.scheduler.schedule = watched
+    for i in range(8):
+        add(f"text-{i}", {"prompt_token_ids": list(range(1, 9 + i))}, 60)
+    for step in range(200):
+        if step in (4, 6, 13, 30):
+            add(f"picture-{step}", golden.prompt, len(golden.greedy))
+        for output in engine.step():
+            tokens.setdefault(output.request_id, []).extend(output.token_ids)
+    assert engine.idle
+    engine.rest()
+    return [got for name, got in tokens.items() if name.startswith("picture")], plans

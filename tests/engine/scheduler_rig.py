@@ -6,12 +6,13 @@ row, order, image or draw changes the outputs; much of it is asserted at once. T
 a request alone, with no pages."""
 
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from vitrail.cache.encoder import EncoderCache
 from vitrail.cache.manager import Manager
+from vitrail.engine.policy import SchedulerLimits
 from vitrail.engine.request import (
     EngineRequest,
     FinishReason,
@@ -20,7 +21,7 @@ from vitrail.engine.request import (
     SamplingParams,
     TokenLogprob,
 )
-from vitrail.engine.scheduler import Scheduler, SchedulerLimits
+from vitrail.engine.scheduler import Scheduler
 from vitrail.engine.step import (
     PromptRows,
     SequenceStep,
@@ -77,8 +78,8 @@ class PaperDevice:
     when the driver likes. `bad_images`: identities whose encoding fails. `nan_steps`: plans whose
     numbers come out as NaN. `encoded`: how often each identity was encoded."""
 
-    def __init__(self, num_pages: int, page_size: int, chunk: int):
-        self.page_size = page_size
+    def __init__(self, num_pages: int, page_size: int, chunk: int, beside: bool):
+        self.page_size, self.beside = page_size, beside
         self.cells = np.full((num_pages, page_size), EMPTY, dtype=np.int64)
         self.slots: dict[int, Slot] = {}
         self.entries: dict[int, tuple[bytes, int]] = {}
@@ -136,6 +137,7 @@ class PaperDevice:
             logprobs=[None] * len(ids),
             prompt_rows=prompt_rows,
             failed_entries=failed,
+            encoded=plan.index,
         )
 
     def _check_plan(self, plan: StepPlan, inputs: StepInputs) -> None:
@@ -149,7 +151,8 @@ class PaperDevice:
         firsts = [r for r in rows if r.pages_before == 0]
         assert [(s.slot, s.seq) for s in inputs.setups] == [(r.slot, r.seq) for r in firsts]
         assert len({j.entry for j in plan.encodes}) == len(plan.encodes)
-        assert {j.entry for j in plan.encodes if j.is_last} <= {s.entry for s in plan.slices}
+        if not self.beside:
+            assert {j.entry for j in plan.encodes if j.is_last} <= {s.entry for s in plan.slices}
 
     def _encode(self, plan: StepPlan, inputs: StepInputs) -> dict[int, str]:
         for entry in plan.drop_entries:
@@ -334,7 +337,8 @@ def picture(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """A scheduler's world. `depth`: plans launched before the oldest is absorbed."""
+    """A scheduler's world. `depth`: plans launched before the oldest is absorbed. `lag`: how many
+    results later than its own step's it is known that an encoding is done."""
 
     num_pages: int = 64
     page_size: int = 3
@@ -344,6 +348,8 @@ class Setting:
     max_model_len: int = 64
     encoder_patches: int = 40
     encoder_tokens: int = 40
+    patches_beside: int = 0
+    lag: int = 0
     prefix_cache: bool = True
     depth: int = 2
 
@@ -366,13 +372,15 @@ class Rig:
                 max_step_tokens=s.max_step_tokens,
                 max_model_len=s.max_model_len,
                 encoder_patches=s.encoder_patches,
+                patches_beside=s.patches_beside,
                 page_size=s.page_size,
                 prefix_cache=s.prefix_cache,
             ),
             self.manager,
             self.encoder,
         )
-        self.device = PaperDevice(s.num_pages, s.page_size, s.max_step_tokens)
+        beside = s.patches_beside > 0
+        self.device = PaperDevice(s.num_pages, s.page_size, s.max_step_tokens, beside)
         self.flights: deque[tuple[StepPlan, StepResult]] = deque()
         self.requests: dict[str, EngineRequest] = {}
         self.outputs: dict[str, list[Output]] = {}
@@ -401,7 +409,11 @@ class Rig:
 
     def absorb(self) -> list[Output]:
         plan, result = self.flights.popleft()
-        return self._take(self.scheduler.absorb(plan, result))
+        late = (
+            p.index for p in self.plans if p.encodes and p.index + self.setting.lag > plan.index
+        )
+        encoded = min(late, default=self.plans[-1].index + 1) - 1
+        return self._take(self.scheduler.absorb(plan, replace(result, encoded=encoded)))
 
     def fail(self) -> None:
         """The oldest launched step turns out to have raised."""

@@ -6,15 +6,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.vision.moonvit_reference import CONFIG, ours, plans
-from vitrail.engine.encode_graphs import (
+from vitrail.attention.fa4 import RELEASE
+from vitrail.attention.plan import CUTLASS_RELEASE, PlanLimits, make_table
+from vitrail.attention.shape import AttentionSite, Phase
+from vitrail.check.encoder_peak import tower_graph_bytes
+from vitrail.config.hardware import GPUS, find
+from vitrail.config.model import MoonVitConfig
+from vitrail.ops.vision.naive import Grids, grid_ints
+from vitrail.vision.rungs import (
     MOST_PATCHES,
     MOST_PICTURES,
     UNIT,
     ladder,
     padded,
     rung_sizes,
+    rungs_of,
 )
-from vitrail.ops.vision.naive import Grids, grid_ints
 
 
 @pytest.mark.parametrize("unit", [UNIT, 1024])
@@ -78,3 +85,64 @@ def test_padding_is_inert():
         got = tower(patches, Grids.of(grids, torch.device("cpu")), table)
         assert (got[:20] - want).abs().max() <= 1e-5
     assert CONFIG.hidden_size == want.shape[1]
+
+
+KIMI = MoonVitConfig(
+    patch_size=14,
+    hidden_size=1152,
+    num_layers=27,
+    num_heads=16,
+    intermediate_size=4304,
+    pos_height=64,
+    pos_width=64,
+    merge=2,
+)
+INSTALLED = {"fa4": RELEASE, "cute": CUTLASS_RELEASE}
+LARGEST, BUDGET = 5352, 37_464
+
+
+def planned(gpu, prefer=None, installed=INSTALLED, **more):
+    """Kimi-VL's tower on `gpu`, as start-up plans it on one with the default budget."""
+    site = AttentionSite(
+        **{
+            **dict.fromkeys(("num_q_heads", "num_kv_heads"), 16),
+            "head_dim": 72,
+            "head_dim_v": 72,
+            "scale": 72**-0.5,
+            "causal": False,
+            **more,
+        }
+    )
+    limits = PlanLimits(
+        dtype="bfloat16", page_size=None, max_batch=BUDGET, max_q_len=BUDGET, max_kv_len=BUDGET
+    )
+    sites = [(site, Phase.ENCODE)]
+    return sites, make_table(sites, limits, find(gpu), prefer, installed)
+
+
+@pytest.mark.parametrize("gpu", [gpu.name for gpu in GPUS])
+@pytest.mark.parametrize("installed", [INSTALLED, {}])
+def test_every_rung_of_kimis_tower_is_captured_on_every_gpu(gpu, installed):
+    """Each by its own plan: on an H200 small ones are Triton's, the others FlashAttention-4's."""
+    sites, table = planned(gpu, installed=installed)
+    rungs = rungs_of(KIMI, BUDGET, LARGEST, sites, table)
+    assert rungs == ladder(BUDGET, UNIT, LARGEST)
+    assert (rungs[0], rungs[-1]) == (256, MOST_PATCHES)
+    used = {
+        table.select(*sites[0], MOST_PICTURES + 1, rung - MOST_PICTURES).backend for rung in rungs
+    }
+    assert used == ({"fa4", "triton"} if gpu == "H200" and installed else used & {"fa4", "triton"})
+
+
+@pytest.mark.parametrize(
+    ("prefer", "more"), [("reference", {}), (None, {"window": 8}), (None, {"causal": True})]
+)
+def test_none_is_captured_that_takes_its_lengths_from_the_host(prefer, more):
+    sites, table = planned("H200", prefer, **more)
+    assert rungs_of(KIMI, BUDGET, LARGEST, sites, table) == []
+    assert tower_graph_bytes(KIMI, "bfloat16", []) == 0
+
+
+def test_what_graphs_keep_follows_the_largest():
+    few, many = (tower_graph_bytes(KIMI, "bfloat16", rungs) for rungs in ([256], [256, 1024]))
+    assert many == 4 * few > 0

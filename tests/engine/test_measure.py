@@ -12,6 +12,7 @@ from vitrail import LLM, SamplingParams
 from vitrail.check.live_bytes import LiveBytes
 from vitrail.config.model import PatchRules
 from vitrail.engine.measure import run_worst_steps, worst_jobs
+from vitrail.engine.side import SideStream
 
 TILE = 64  # patches of the golden checkpoints'
 CPU = torch.device("cpu")
@@ -29,7 +30,9 @@ def measured(llm: LLM, budget: int, largest: int) -> int:
     encoder = llm.engine._runner._p.encoder
     model, plans = encoder._model, encoder._plans
     with LiveBytes() as live:
-        run_worst_steps(model, plans, model.tower.config, torch.float32, budget, largest, CPU)
+        run_worst_steps(
+            model, plans, model.tower.config, torch.float32, budget, largest, SideStream(CPU)
+        )
     return live.peak
 
 

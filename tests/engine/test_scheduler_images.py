@@ -222,3 +222,82 @@ def test_a_picture_that_cannot_be_encoded_fails_who_needs_it(chunk: int):
     rig.run()
     rig.check_outputs()
     assert rig.reason("e") is FinishReason.LENGTH
+
+
+def beside(lag: int, decoding: int, **more: int) -> Rig:
+    """`decoding` requests that decode, beside which 20 patches are encoded at once."""
+    setting = Setting(patches_beside=20, lag=lag, num_pages=400, max_step_tokens=64, **more)
+    rig = Rig(setting)
+    rig.add(*(chat(f"d{i}", 3, max_tokens=50, seed=i) for i in range(decoding)))
+    for _ in range(3):
+        rig.step()
+    return rig
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("lag", [0, 1, 2, 5])
+def test_decodes_do_not_wait_for_a_picture_that_is_encoded_beside_them(lag: int, depth: int):
+    """The picture is read by the first step planned after it is known to be done, none before."""
+    rig = beside(lag, 4, depth=depth)
+    began = len(rig.plans)
+    rig.add(chat("p", 2, (1, 9), 1))
+    rig.run()
+    rig.check_outputs()
+    (encoded,) = [p.index for p in rig.plans if p.encodes]
+    (read,) = [p.index for p in rig.plans if p.slices]
+    assert encoded == began
+    assert read == encoded + lag + depth
+    assert all(len(p.decodes) == 4 for p in rig.plans[began : read + 1])
+    assert [r.length for r in rig.plans[began].prefills] == [2], "the text before it goes ahead"
+
+
+def test_one_batch_at_a_time_is_encoded_beside_decodes():
+    """20 patches are a picture of 9 tokens; two of 5; one of 12 only by itself. Those of one
+    request are encoded together before the first is read."""
+    rig = beside(3, 8, max_running=20)
+    rig.add(chat("p", (1, 5), (2, 5), (3, 9), (4, 12), 1))
+    rig.run()
+    rig.check_outputs()
+    jobs = [(p.index, [j.num_tokens for j in p.encodes]) for p in rig.plans if p.encodes]
+    assert [tokens for _, tokens in jobs] == [[5, 5], [9], [12]]
+    steps = [index for index, _ in jobs]
+    assert all(b - a > 3 for a, b in zip(steps, steps[1:], strict=False))
+
+
+@pytest.mark.parametrize(("decoding", "waits"), [(0, False), (1, False), (2, True)])
+def test_a_picture_is_part_of_its_step_where_few_decode(decoding: int, waits: bool):
+    rig = beside(4, decoding)
+    rig.add(chat("p", (1, 9), 1))
+    rig.step()
+    assert bool(rig.plans[-1].slices) is not waits
+    rig.run()
+    rig.check_outputs()
+
+
+def test_pictures_are_part_of_their_step_where_many_wait():
+    """The first of five are read at once; once more decode than twice those that wait, the others
+    go beside them."""
+    rig = beside(2, 5, max_running=20, encoder_patches=18)
+    rig.add(*(chat(f"p{i}", (i, 9), 1, max_tokens=50) for i in range(5)))
+    rig.run()
+    rig.check_outputs()
+    encoded = [(p, {j.entry for j in p.encodes}) for p in rig.plans if p.encodes]
+    at_once = [any(s.entry in entries for s in p.slices) for p, entries in encoded]
+    assert at_once == [True, True, False, False, False]
+
+
+@pytest.mark.parametrize("after", range(1, 7))
+@pytest.mark.parametrize("what", ["abort", "fail"])
+def test_who_leaves_while_a_picture_is_encoded_beside_leaves_nothing(after: int, what: str):
+    rig = beside(3, 4, encoder_tokens=12)
+    rig.add(chat("p", (1, 9), 1), chat("q", (1, 9), 2))
+    for _ in range(after):
+        rig.launch() if len(rig.flights) < 2 else rig.absorb()
+    if what == "abort":
+        rig.abort("p")
+    elif rig.flights:
+        rig.fail()
+    rig.add(chat("r", (2, 9), 1))
+    rig.run()
+    rig.check_outputs()
+    assert rig.reason("r") is FinishReason.LENGTH

@@ -21,6 +21,8 @@ SETTINGS = st.builds(
     max_model_len=st.sampled_from([16, 40, 64]),
     encoder_patches=st.sampled_from([18, 40]),
     encoder_tokens=st.sampled_from([0, 4, 9, 20]),
+    patches_beside=st.sampled_from([0, 1, 20]),
+    lag=st.integers(0, 3),
     prefix_cache=st.booleans(),
 )
 

@@ -11,12 +11,13 @@ import msgspec
 import pytest
 
 from tests.models.cases import CASES
+from vitrail.check.steps import shortened
 from vitrail.cli import DEMO
 from vitrail.config.engine import EngineConfig
 from vitrail.config.finding import Finding, Refused
 from vitrail.engine import build, warm_steps
 from vitrail.engine.placement import placed
-from vitrail.engine.warm_steps import Ahead, Steps, begin, run_steps, shortened
+from vitrail.engine.warm_steps import Ahead, Steps, begin, run_steps
 from vitrail.models.assets import load_assets
 from vitrail.models.checkpoint import open_checkpoint
 

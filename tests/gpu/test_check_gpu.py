@@ -17,6 +17,7 @@ from vitrail.config.finding import accept
 from vitrail.config.hardware import from_device
 from vitrail.config.model import ModelConfig
 from vitrail.engine.measure import run_worst_steps
+from vitrail.engine.side import SideStream
 from vitrail.models.kimi_vl import model as kimi
 from vitrail.models.nvila import model as nvila
 from vitrail.vision.siglip import Siglip
@@ -84,7 +85,9 @@ def test_what_encoding_takes_is_predicted_within_5_percent(case: int) -> None:
     torch._C._cuda_clearCublasWorkspaces()
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
-    run_worst_steps(model, plans, config.vision, torch.bfloat16, budget, largest, device)
+    run_worst_steps(
+        model, plans, config.vision, torch.bfloat16, budget, largest, SideStream(device)
+    )
     peak = torch.cuda.max_memory_allocated(device) - before
     hidden = config.text.hidden_size
     predicted = encoder_peak(config.vision, hidden, "bfloat16", budget, largest)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import vitrail.cli
-from tests.engine.driver import GOLDEN, Golden
+from tests.engine.driver import GOLDEN, Golden, pictures_beside_decodes
 from tests.models.test_dense_parity import CASES, FOLDER
 from tests.nvila import KINDS, GoldenNvila
 from tests.smollm2 import smollm2_path
@@ -164,6 +164,23 @@ def test_batches_of_every_kind_launch_without_waiting_and_give_the_same_tokens(
         assert got.outputs[0].error is None
         if i % 4 in (0, 3):
             assert got.outputs[0].token_ids == want.outputs[0].token_ids, i
+
+
+@pytest.mark.usefixtures("as_served")
+def test_pictures_encoded_beside_decodes_are_those_of_the_golden_file(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """On a stream of their own, nobody waiting: their memory is used again by the next ones."""
+    golden, choices = Golden(), {"prefix_cache": False, "encoder_cache_bytes": 0}
+    llm = LLM(GOLDEN / "ckpt", device="cuda", dtype="float32", kv_cache_bytes=16 << 20, **choices)
+    llm.generate([golden.prompt] * 2, GREEDY)  # whatever is made at a first call
+    launches_without_waiting(llm, monkeypatch)
+    tokens, plans = pictures_beside_decodes(llm, golden)
+    assert tokens == [golden.greedy] * 4
+    read = [{s.entry for s in p.slices} for p in plans]
+    beside = [p for p, r in zip(plans, read, strict=True) if p.encodes and not r]
+    assert all(len(p.decodes) >= 8 for p in beside)
+    assert len(beside) >= 3
 
 
 def test_graphs_that_cannot_be_captured_are_refused():

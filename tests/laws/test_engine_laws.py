@@ -7,8 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.engine.driver import Golden, golden_llm
+from tests.engine.driver import Golden, golden_llm, pictures_beside_decodes
 from vitrail import LLM, Refused, SamplingParams
+from vitrail.engine.policy import EncodeBudget
 from vitrail.engine.request import FinishReason
 
 GREEDY = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
@@ -334,3 +335,16 @@ def test_logprobs_equal_the_golden_logits(golden: Golden):
     assert [r.token_id for r in got.prompt_logprobs] == got.prompt_token_ids[1:]
     for i, row in enumerate(got.prompt_logprobs):
         assert row.logprob == pytest.approx(want[i, row.token_id], abs=2e-4)
+
+
+@pytest.mark.parametrize("step_ahead", [True, False])
+def test_pictures_encoded_beside_decodes_give_the_same_tokens(step_ahead: bool) -> None:
+    """As on a GPU, but for the stream."""
+    golden, choices = Golden(), {"prefix_cache": False, "encoder_cache_bytes": 0}
+    llm = golden_llm(step_ahead=step_ahead, **choices)
+    llm.engine.scheduler._encoding = EncodeBudget(10_000, 64)
+    tokens, plans = pictures_beside_decodes(llm, golden)
+    assert tokens == [golden.greedy] * 4
+    beside = [p for p in plans if p.encodes and not p.slices]
+    assert len(beside) >= 3
+    assert all(len(p.decodes) >= 8 for p in beside)

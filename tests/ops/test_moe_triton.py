@@ -16,17 +16,17 @@ FEW = Tile(bn=16, bk=16, stages=2, warps=4)
 MANY = Tile(bn=32, bk=16, stages=2, warps=4, swap=False, sorted=True)
 GATHERED = replace(MANY, sorted=False)
 PLANS = {
-    "few": ExpertsPlan(bt=16, up=FEW, down=FEW, early=False),
-    "all at once": ExpertsPlan(bt=128, up=FEW, down=FEW, early=False),
-    "many": ExpertsPlan(bt=32, up=GATHERED, down=MANY, early=False),
+    "few": ExpertsPlan(bt=16, up=FEW, down=FEW, early=0),
+    "all at once": ExpertsPlan(bt=128, up=FEW, down=FEW, early=0),
+    "many": ExpertsPlan(bt=32, up=GATHERED, down=MANY, early=0),
     "halves": ExpertsPlan(
-        bt=32, up=replace(FEW, halves=True), down=replace(MANY, halves=True), early=False
+        bt=32, up=replace(FEW, halves=True), down=replace(MANY, halves=True), early=0
     ),
     "paired": ExpertsPlan(
-        bt=32, up=replace(GATHERED, paired=True, halves=True), down=GATHERED, early=False
+        bt=32, up=replace(GATHERED, paired=True, halves=True), down=GATHERED, early=0
     ),
     "shared": ExpertsPlan(
-        bt=32, up=replace(FEW, halves=True), down=replace(MANY, programs=5), early=False
+        bt=32, up=replace(FEW, halves=True), down=replace(MANY, programs=5), early=0
     ),
 }
 TOLERANCE = 1e-5

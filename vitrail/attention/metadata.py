@@ -57,7 +57,9 @@ class VarlenMetadata:
     """Packed sequences without pages. `cu_q`, `cu_kv`: int32 [B+1] prefix sums of the lengths.
     `q_starts[i]`: where sequence i's first query stands among its keys, counted from its first key:
     kv_len - q_len where queries end with the keys; may be negative or past the keys. `mended`:
-    rows of keys and values that are not finite are as `kernels/mend.py` makes them already."""
+    rows of keys and values that are not finite are as `kernels/mend.py` makes them already.
+    `any_lengths`: self-attention that is captured, to serve whatever `cu_q` has then, as many rows
+    in all."""
 
     q_lens: tuple[int, ...]
     kv_lens: tuple[int, ...]
@@ -65,6 +67,7 @@ class VarlenMetadata:
     cu_q: Int[Tensor, "B1"]
     cu_kv: Int[Tensor, "B1"]
     mended: bool = False
+    any_lengths: bool = False
     work: WorkCache = field(default_factory=WorkCache, compare=False, repr=False)
 
     @property

@@ -26,13 +26,14 @@ class EntryState(StrEnum):
 @dataclass(slots=True, kw_only=True, eq=False)
 class EncoderEntry:
     """One image. `id` is never used again; `users`: references by sequence. `encoded`: of its
-    attention sequences, those that are encoded in planned steps. The cache writes it, but for
-    `encoded`, which is its planner's."""
+    attention sequences, those that are encoded in planned steps, `step` the last of these. The
+    cache writes it, but for these two, which are its planner's."""
 
     id: int
     identity: bytes
     num_tokens: int
     encoded: int = 0
+    step: int = -1
     state: EntryState = EntryState.NEW
     users: dict[int, int] = field(default_factory=dict[int, int])
 

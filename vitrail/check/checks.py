@@ -3,14 +3,18 @@ What each of them asks is asked by start-up too, of the same functions."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
+
+import torch
 
 from vitrail.attention.plan import AttentionPlan, PlanLimits, PlanTable, make_table
 from vitrail.attention.shape import AttentionSite, Phase
 from vitrail.cache.spec import ITEM_BYTES, LatentKv, LayerSpec, PagedKv
-from vitrail.check.compiled import prove
+from vitrail.check.compiled import prove, prove_steps
+from vitrail.check.fixed import attention_of, model_of, text_sites_of
 from vitrail.check.report import Row, gib
 from vitrail.check.sizes import graph_findings, graph_sizes, image_limits, text_limits
+from vitrail.check.steps import shortened, step_launches
 from vitrail.check.subject import Subject
 from vitrail.check.weights import map_of, plan_load
 from vitrail.config.finding import Finding, Refused
@@ -161,11 +165,12 @@ def layout_row(subject: Subject, share: Share) -> Row:
         return Row(
             name=name,
             findings=(_not_dividing(text, size, legal), *share.findings),
-            facts={"legal_sizes": legal},
+            facts={"size": size, "divides": False, "legal_sizes": legal},
         )
     shared = share.replicated if size > 1 else []
     details = [f"{gib(share.bytes)} of weights a rank"]
     if size > 1:
+        details.append(_cut_alike(text, size))
         held = parameter_bytes({n: share.parameters[n] for n in shared})
         details.append(f"{gib(held)} of it on every rank: {_grouped(shared)}")
     if size > text.num_kv_heads and text.mla is None:
@@ -181,19 +186,39 @@ def layout_row(subject: Subject, share: Share) -> Row:
             else f"vision tower whole on every rank ({heads} heads do not divide): pictures are "
             "shared out, not heads"
         )
-    unknown = None
-    if size != SERVED_SIZE:
-        unknown = f"the layout divides; `vitrail serve` runs on {SERVED_SIZE} GPU today"
     return Row(
         name=name,
         details=tuple(details),
-        unknown=unknown,
+        findings=() if size == SERVED_SIZE else (_not_served(size),),
         facts={
             "size": size,
+            "divides": True,
             "weight_bytes": share.bytes,
             "replicated_bytes": parameter_bytes({n: share.parameters[n] for n in shared}),
             "tower": share.tower,
         },
+    )
+
+
+def _cut_alike(text: TextConfig, size: int) -> str:
+    """What every rank has an equal part of. The axis divides all of it."""
+    parts = [(text.num_heads, "heads"), (text.vocab_size, "rows of the vocabulary")]
+    if text.moe is not None:
+        experts = text.moe.num_experts + text.moe.num_shared
+        width = text.moe.intermediate_size
+        parts.append((width, f"channels of each of {experts} experts"))
+    return "a rank has " + ", ".join(f"{n // size:,} of {n:,} {what}" for n, what in parts)
+
+
+def _not_served(size: int) -> Finding:
+    """An error, and so exit code 1: that this does not run is known. What it would hold is in the
+    other rows."""
+    return Finding(
+        where="tp",
+        saw=f"{size} ranks, whose layout divides",
+        rule=f"`vitrail serve` runs on {SERVED_SIZE} GPU today",
+        change=f"serve with {SERVED_SIZE}; the rows of this size say what each rank would hold",
+        code="one_gpu",
     )
 
 
@@ -223,19 +248,21 @@ def attention_tables(
     tables: list[PlanTable | None] = [None, None]
     jobs: list[tuple[int, list[tuple[AttentionSite, Phase]], PlanLimits]] = []
     if isinstance(subject.model, ImageModel):
-        limits = image_limits(subject.config.vision, subject.dtype, subject.patches)
+        fixed = subject.choices.deterministic
+        limits = image_limits(subject.config.vision, subject.dtype, subject.patches, fixed)
         if isinstance(limits, list):
             found += limits
         else:
             sites = [(share.image_site(s), p) for s, p in subject.model.image_sites()]
             jobs.append((0, sites, limits))
-    sites, on_cpu = [(share.site(s), p) for s, p in subject.model.text_sites()], not subject.gpu.cc
-    jobs.append((1, sites, text_limits(subject.choices, subject.dtype, max_model_len, on_cpu)))
+    choices, on_cpu = subject.choices, not subject.gpu.cc
+    declared = text_sites_of(choices, subject.model, on_cpu)
+    sites = [(share.site(s), p) for s, p in declared]
+    jobs.append((1, sites, text_limits(choices, subject.dtype, max_model_len, on_cpu)))
+    prefer = attention_of(choices, subject.gpu)
     for number, sites, limits in jobs:
         try:
-            tables[number] = make_table(
-                sites, limits, subject.gpu, subject.choices.attention, question.installed
-            )
+            tables[number] = make_table(sites, limits, subject.gpu, prefer, question.installed)
         except Refused as refused:
             found += refused.findings
     text = tables[1]
@@ -268,6 +295,39 @@ def attention_row(
     )
 
 
+def kernels_row(
+    subject: Subject, tables: tuple[PlanTable | None, PlanTable], max_model_len: int
+) -> Row:
+    """Every kernel beside attention that a step can launch, compiled for the GPU."""
+    if not subject.gpu.cc:
+        return Row(name="kernels", details=("nothing to compile",))
+    small = shortened(subject.config)
+    device = torch.device("cuda")
+    model = model_of(subject.choices, subject.entry, small, subject.dtype, device)
+    try:
+        launches = step_launches(model, small, subject.choices, tables, max_model_len, subject.gpu)
+    except Exception as error:  # noqa: BLE001  whatever a model raises is the finding
+        return Row(name="kernels", findings=(_no_step(error),))
+    proof = prove_steps(launches, subject.gpu, subject.question.cache)
+    return Row(
+        name="kernels",
+        details=proof.lines,
+        findings=proof.findings,
+        facts={"kernels": [asdict(taken) for taken in proof.taken]},
+        unknown=proof.unknown,
+    )
+
+
+def _no_step(error: Exception) -> Finding:
+    return Finding(
+        where="a step on no device",
+        saw=f"{type(error).__name__}: {' '.join(str(error).split())[:300]}",
+        rule="steps of every size run",
+        change="report this model: its layers and its plans do not agree",
+        code="step_failed",
+    )
+
+
 def _graph_findings(subject: Subject, text: PlanTable) -> list[Finding]:
     """Decodes that no CUDA graph holds: an error where graphs were asked for, as at start-up."""
     config = subject.choices
@@ -293,7 +353,7 @@ def _window_findings(subject: Subject, text: PlanTable) -> list[Finding]:
             code="unplanned_window",
         )
         for window in dict.fromkeys(gqa.windows)
-        for phase in (Phase.EXTEND, Phase.DECODE)
+        for phase in dict.fromkeys(p.shape.phase for p in text)
         if (window, phase) not in planned
     ]
 

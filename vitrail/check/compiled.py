@@ -1,22 +1,28 @@
-"""`--compile`: every attention kernel that the plans name, compiled for the target on this machine,
-and what it takes held to its plan. What a compiler made is remembered on disk by content: the
-kernel's source, what it is specialised for, the target and the compilers' releases. Needs Triton,
-and of other backends their packages; without them nothing is told."""
+"""`--compile`: every kernel that the attention's plans name and that steps launch, compiled for the
+target on this machine, and what it takes held to its plan and to the target's limits. What a
+compiler made is remembered on disk by content: the kernel's source, what it is specialised for, the
+target and the compilers' releases. Needs Triton, and of other backends their packages; without them
+nothing is told."""
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from blake3 import blake3
 
-from vitrail.attention.cubin import Taken, hold
+from vitrail.attention.cubin import SPILL_BYTES, Taken, hold, read_cubin
 from vitrail.attention.plan import AttentionPlan
 from vitrail.check.report import gib
 from vitrail.config.finding import Finding
 from vitrail.config.hardware import Hardware
+from vitrail.ops.record import Recorded
+
+if TYPE_CHECKING:
+    from vitrail.ops.compile import Special
 
 COMPILERS = ("triton", "nvidia-cutlass-dsl", "flash-attn-4")
 CACHE = Path.home() / ".cache" / "vitrail" / "compiled"
@@ -26,21 +32,37 @@ ATTENTION = Path(__file__).parents[1] / "attention"
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Proof:
     """What compiling said: a line a kernel, what exceeds its plan or does not compile, and why
-    nothing could be told (None: it could). `reused`: kernels that were remembered."""
+    nothing could be told (None: it could). `reused`: kernels that were remembered. `taken`: each
+    distinct kernel."""
 
     lines: tuple[str, ...] = ()
     findings: tuple[Finding, ...] = ()
     unknown: str | None = None
     reused: int = 0
+    taken: tuple[Taken, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """A kernel to be compiled: `name` says all that it is specialised for."""
+    """A kernel to be compiled: `name` says all that it is specialised for. `hold`: what it takes
+    too much; `failed`: the finding of a compiler's error; `line`: of the report."""
 
     name: str
-    plan: AttentionPlan
     take: Callable[[], list[Taken]]
+    hold: Callable[[Taken], Iterable[Finding]]
+    failed: Callable[[Exception], Finding]
+    line: Callable[[Taken], str]
+
+
+def planned(name: str, plan: AttentionPlan, gpu: Hardware, take: Callable[[], list[Taken]]) -> Job:
+    """Of an attention plan, which says what it may take."""
+    return Job(
+        name=name,
+        take=take,
+        hold=lambda taken: hold(taken, plan, gpu),
+        failed=lambda error: _failed(plan, gpu, error),
+        line=lambda taken: _line(plan, taken),
+    )
 
 
 def prove(plans: Iterable[AttentionPlan], gpu: Hardware, cache: Path = CACHE) -> Proof:
@@ -69,14 +91,19 @@ def run(jobs: Iterable[Job], gpu: Hardware, cache: Path) -> Proof:
                 try:
                     known = job.take()
                 except Exception as error:  # noqa: BLE001  whatever a compiler raises
-                    findings.setdefault(_failed(job.plan, gpu, error))
+                    findings.setdefault(job.failed(error))
                     continue
                 _remember(file, known)
             taken[job.name] = known
         for each in taken[job.name]:
-            lines.setdefault(_line(job.plan, each))
-            findings.update(dict.fromkeys(hold(each, job.plan, gpu)))
-    return Proof(lines=tuple(lines), findings=tuple(findings), reused=reused)
+            lines.setdefault(job.line(each))
+            findings.update(dict.fromkeys(job.hold(each)))
+    return Proof(
+        lines=tuple(lines),
+        findings=tuple(findings),
+        reused=reused,
+        taken=tuple(each for made in taken.values() for each in made),
+    )
 
 
 def _needed(plans: Sequence[AttentionPlan]) -> list[str]:
@@ -136,29 +163,25 @@ def _jobs(plans: Sequence[AttentionPlan], gpu: Hardware) -> Iterable[Job]:
 
     for plan in plans:
         for launch in triton_launches(plan):
-            yield Job(
-                name=f"triton {launch!r}",
-                plan=plan,
-                take=lambda launch=launch: [take(launch, gpu.cc)],
+            yield planned(
+                f"triton {launch!r}", plan, gpu, lambda launch=launch: [take(launch, gpu.cc)]
             )
         if plan.backend == "cute":
-            yield Job(
-                name=f"cute {spec(plan)!r}",
-                plan=plan,
-                take=lambda plan=plan: _whole(compile_cute.take([plan], gpu).values()),
-            )
+            cute = partial(_answered, compile_cute.take, plan, gpu)
+            yield planned(f"cute {spec(plan)!r}", plan, gpu, cute)
         if plan.backend == "fa4":
-            yield Job(
-                name=f"fa4 {launches(plan)!r}",
-                plan=plan,
-                take=lambda plan=plan: _whole(compile_fa4.take([plan], gpu).values()),
-            )
+            fa4 = partial(_answered, compile_fa4.take, plan, gpu)
+            yield planned(f"fa4 {launches(plan)!r}", plan, gpu, fa4)
 
 
-def _whole(answers: Iterable[list[Taken] | str]) -> list[Taken]:
+def _answered(
+    ask: Callable[[Sequence[AttentionPlan], Hardware], Mapping[Any, list[Taken] | str]],
+    plan: AttentionPlan,
+    gpu: Hardware,
+) -> list[Taken]:
     """Of all kernels of a plan. Raises `RuntimeError` with what a compiler said instead."""
     found: list[Taken] = []
-    for answer in answers:
+    for answer in ask([plan], gpu).values():
         if isinstance(answer, str):
             raise RuntimeError(answer)
         found += answer
@@ -183,3 +206,83 @@ def _line(plan: AttentionPlan, taken: Taken) -> str:
         f"compiled {taken.kernel} ({plan.shape.phase}, {plan.backend}): {taken.registers} registers"
         f" of {plan.registers}, {gib(taken.smem_bytes)} shared of {gib(plan.smem_bytes)}{spilled}"
     )
+
+
+def prove_steps(launches: Sequence[Recorded], gpu: Hardware, cache: Path = CACHE) -> Proof:
+    """Each distinct kernel of recorded launches, once."""
+    if _release("triton") is None:
+        return Proof(unknown="not compiled: triton not installed on this machine")
+    from vitrail.ops.compile import is_compiled, specialised
+
+    if not all(is_compiled(launch.kernel) for launch in launches):
+        return Proof(unknown="not compiled: Triton's interpreter is on (TRITON_INTERPRET)")
+    jobs = (_job(each, gpu) for each in specialised(launches, gpu.cc))
+    proof = run(jobs, gpu, cache)
+    return replace(proof, lines=tuple(_summed(proof.taken)))
+
+
+def _job(special: "Special", gpu: Hardware) -> Job:
+    def take() -> list[Taken]:
+        made = special.compile(gpu.cc)
+        registers, stack_bytes = read_cubin(made.asm["cubin"])
+        return [
+            Taken(
+                kernel=special.name.removeprefix("vitrail.ops."),
+                cc=gpu.cc,
+                num_warps=made.metadata.num_warps,
+                registers=registers,
+                stack_bytes=stack_bytes,
+                smem_bytes=made.metadata.shared,
+            )
+        ]
+
+    return Job(
+        name=f"{special.name} {special.facts}",
+        take=take,
+        hold=lambda taken: hold_kernel(taken, gpu),
+        failed=lambda error: Finding(
+            where=f"kernel {special.name} on {gpu.name}",
+            saw=f"{' '.join(str(error).split())[:400]} ({special.facts[:400]})",
+            rule="every kernel that steps launch compiles for its GPU",
+            change="report this kernel: its plan does not suit this GPU",
+            code="compile_failed",
+        ),
+        line=lambda taken: taken.kernel,
+    )
+
+
+def hold_kernel(taken: Taken, gpu: Hardware) -> Iterator[Finding]:
+    """What a compiled kernel takes beyond its GPU: then no launch of it succeeds. Registers that
+    spill slow it down."""
+    threads = 32 * taken.num_warps
+    limits = (
+        ("shared_memory", taken.smem_bytes, gpu.smem_per_block_bytes, "bytes of shared memory"),
+        ("registers", threads * taken.registers, gpu.registers_per_sm, "registers a program"),
+        ("stack", taken.stack_bytes, SPILL_BYTES, "bytes of spilled registers a thread"),
+    )
+    for code, saw, limit, unit in limits:
+        if saw > limit:
+            yield Finding(
+                where=f"kernel {taken.kernel} on {gpu.name}",
+                saw=f"{saw} {unit}",
+                rule=f"at most {limit}",
+                change="report this kernel: its plan does not suit this GPU",
+                code=f"compiled_{code}",
+                severity="warning" if code == "stack" else "error",
+            )
+
+
+def _summed(taken: Iterable[Taken]) -> Iterator[str]:
+    """A line for all forms of a kernel."""
+    forms: dict[str, list[Taken]] = {}
+    for each in taken:
+        forms.setdefault(each.kernel, []).append(each)
+    for name, many in forms.items():
+        registers = max(each.registers for each in many)
+        smem, spilled = max(e.smem_bytes for e in many), max(e.stack_bytes for e in many)
+        spills = f", {spilled} bytes spilled" if spilled else ""
+        plural = "s" if len(many) > 1 else ""
+        yield (
+            f"compiled {name}: {len(many)} form{plural}, at most {registers} registers, "
+            f"{gib(smem)} shared{spills}"
+        )

@@ -23,8 +23,6 @@ from vitrail.cache.spec import ITEM_BYTES
 from vitrail.config.model import DType, MoonVitConfig, PatchRules, SiglipConfig, VisionConfig
 
 CHANNELS = 3
-# Patches of the tower's largest graph: with more the device takes longer than the host's launches.
-MOST_GRAPH_PATCHES = 18_432
 # A picture of all scales where no processor says how large one can be: NVILA's 12 tiles.
 DEFAULT_BLOCK_TILES = 12
 
@@ -102,14 +100,14 @@ def encoder_peak(
     return max(peaks)
 
 
-def tower_graph_bytes(vision: VisionConfig, dtype: DType, budget: int) -> int:
-    """What the tower's graphs keep (`engine/encode_graphs`): their patches and features, and one
-    pool for all of them, of what the largest holds at once."""
+def tower_graph_bytes(vision: VisionConfig, dtype: DType, rungs: list[int]) -> int:
+    """What the tower's graphs of these patches keep (`engine/encode_graphs`): their patches and
+    features, and one pool for all of them, of what the largest holds at once."""
     size, rotated = ITEM_BYTES[dtype], isinstance(vision, MoonVitConfig)
     samples, row = CHANNELS * vision.patch_size**2, vision.hidden_size * size
     rotary = 4 * vision.head_dim if rotated else 0
     each = 2 * samples + 2 * row + rotary + _block(vision, size, rotated, True)
-    return min(budget, MOST_GRAPH_PATCHES) * each
+    return max(rungs, default=0) * each
 
 
 def product_bytes(cc: int) -> int:

@@ -22,7 +22,9 @@ from vitrail.check.sizes import (
 )
 from vitrail.check.subject import Subject
 from vitrail.config.finding import Finding, Refused
+from vitrail.config.model import VisionConfig
 from vitrail.models.interface import ImageModel
+from vitrail.vision.rungs import rungs_of
 
 # What a driver's context and loaded kernels take beside what is allocated: measured on an H200
 # 527 MiB at once, 653 after the first products.
@@ -74,7 +76,8 @@ def predict(subject: Subject, share: Share) -> Memory:
             largest,
         ) + product_bytes(subject.gpu.cc)
         if config.cuda_graphs != 0:
-            kept = tower_graph_bytes(vision, subject.dtype, subject.patches)
+            rungs = _tower_rungs(subject, share, vision, largest)
+            kept = tower_graph_bytes(vision, subject.dtype, rungs)
     free = total - CONTEXT_BYTES - weights - kept
     return Memory(
         total=total,
@@ -88,6 +91,23 @@ def predict(subject: Subject, share: Share) -> Memory:
         kept=total - int(total * config.memory_fraction),
         left=kv_bytes(config, text, free, total, peak),
     )
+
+
+def _tower_rungs(
+    subject: Subject, share: Share, vision: VisionConfig, largest: int | None
+) -> list[int]:
+    """Patches of each graph that start-up would capture; none where attention has no plan."""
+    model = subject.model
+    limits = image_limits(vision, subject.dtype, subject.patches)
+    if not isinstance(model, ImageModel) or isinstance(limits, list):
+        return []
+    sites = [(share.image_site(site), phase) for site, phase in model.image_sites()]
+    prefer, installed = subject.choices.attention, subject.question.installed
+    try:
+        plans = make_table(sites, limits, subject.gpu, prefer, installed)
+    except Refused:  # the attention's row says why
+        return []
+    return rungs_of(vision, subject.patches, largest, sites, plans)
 
 
 def sizes_of(subject: Subject, share: Share, memory: Memory) -> Sizes | list[Finding]:
@@ -115,7 +135,7 @@ def sizes_of(subject: Subject, share: Share, memory: Memory) -> Sizes | list[Fin
 def memory_row(subject: Subject, share: Share, memory: Memory, sizes: Sizes | list[Finding]) -> Row:
     """Where the bytes go, and how many tokens and requests fit."""
     name = f"memory tp={share.size}"
-    details = _lines(subject, memory)
+    details = _lines(subject, share, memory)
     findings: Sequence[Finding] = sizes if isinstance(sizes, list) else sizes.warnings
     facts: dict[str, int] = {
         "total": memory.total,
@@ -145,7 +165,7 @@ def memory_row(subject: Subject, share: Share, memory: Memory, sizes: Sizes | li
     return Row(name=name, details=tuple(details), findings=tuple(findings), facts=facts)
 
 
-def _lines(subject: Subject, memory: Memory) -> list[str]:
+def _lines(subject: Subject, share: Share, memory: Memory) -> list[str]:
     if not memory.total:
         return [f"weights {gib(memory.weights)}; pages on a CPU as the user says, or 1 GiB"]
     fraction = subject.choices.memory_fraction
@@ -156,9 +176,12 @@ def _lines(subject: Subject, memory: Memory) -> list[str]:
         f"{gib(memory.kept)} (--memory-fraction {fraction})"
     ]
     if subject.config.vision is not None:
+        bound = (
+            " (of all heads: no more than that)" if share.tower == "cut" and share.size > 1 else ""
+        )
         lines.append(
-            f"encoder {gib(memory.encoder_peak)} at {subject.patches:,} patches a step, its graphs "
-            f"{gib(memory.tower_graphs)}, its cache {gib(memory.encoder_cache)}"
+            f"encoder {gib(memory.encoder_peak)} at {subject.patches:,} patches a step{bound}, "
+            f"its graphs {gib(memory.tower_graphs)}, its cache {gib(memory.encoder_cache)}"
         )
     lines.append(f"left for pages {gib(memory.left)}")
     return lines

@@ -55,7 +55,11 @@ def _rows(question: Question, hub: Hub | None) -> list[Row]:
     rows.append(checks.config_row(checkpoint, [*found, *bad["processor"]]))
     if isinstance(config, list):
         return [*rows, *_not_looked_at(*LATER, why="the configuration is refused")]
-    subject = build_subject(question, checkpoint, entry, config, read.processor)
+    try:
+        subject = build_subject(question, checkpoint, entry, config, read.processor)
+    except Refused as refused:
+        rows[0] = _also(rows[0], refused.findings)
+        return [*rows, *_not_looked_at(*LATER, why="the choices are refused")]
     rows.append(_weights_row(subject, hub))
     sizes, seen = None, memory.image_findings(subject)
     for size in question.sizes:
@@ -159,7 +163,13 @@ def _on_ranks(subject: Subject, share: Share) -> tuple[list[Row], Sizes | None]:
     length = longest if sizes is None else sizes.max_model_len
     tables = checks.attention_tables(subject, share, length)
     rows.append(memory.memory_row(subject, share, predicted, planned))
-    return [*rows, checks.attention_row(subject, share, tables)], sizes
+    rows.append(checks.attention_row(subject, share, tables))
+    if subject.question.compile and share.size == checks.SERVED_SIZE:
+        if isinstance(tables, list):
+            rows += _not_looked_at("kernels", why="attention is refused")
+        else:
+            rows.append(checks.kernels_row(subject, tables, length))
+    return rows, sizes
 
 
 def _also(row: Row, findings: Iterable[Finding]) -> Row:

@@ -89,9 +89,9 @@ def encoder_budget(
 
 
 def image_limits(
-    vision: VisionConfig | None, dtype: DType, patches: int
+    vision: VisionConfig | None, dtype: DType, patches: int, fixed: bool = False
 ) -> PlanLimits | list[Finding]:
-    """The bounds that the tower's attention is planned for."""
+    """The bounds that the tower's attention is planned for; `fixed`: `--deterministic`."""
     rules = None if vision is None else vision.rules
     longest = patches if rules is None or rules.tile is None else rules.tile**2
     if longest > patches:
@@ -109,6 +109,7 @@ def image_limits(
         max_batch=max(1, patches),
         max_q_len=max(1, longest),
         max_kv_len=max(1, longest),
+        batch_invariant=fixed,
     )
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from vitrail.check.compiled import CACHE
+from vitrail.check.fixed import model_of
 from vitrail.check.sizes import encoder_budget, served_dtype
 from vitrail.config.engine import EngineConfig
 from vitrail.config.hardware import Hardware
@@ -72,10 +73,12 @@ def build_subject(
     config: ModelConfig,
     processor: ImageProcessor | None,
 ) -> Subject:
-    """Nothing is allocated: the module is made of shapes."""
-    dtype = served_dtype(question.choices, config, on_cpu=not question.gpu.cc)
-    with torch.device("meta"):
-        model = entry.build(config, dtype)
+    """Nothing is allocated: the module is made of shapes. Raises `Refused` where it is not to be
+    had in fixed order, and that is asked for."""
+    on_cpu = not question.gpu.cc
+    dtype = served_dtype(question.choices, config, on_cpu)
+    device = torch.device("cpu" if on_cpu else "cuda")
+    model = model_of(question.choices, entry, config, dtype, device)
     return Subject(
         question=question,
         checkpoint=checkpoint,

@@ -3,17 +3,16 @@ fail for pictures of unequal sizes, what takes more a patch the more patches the
 weights nothing reads, is found without a GPU and without weights."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from vitrail.attention.backend import HOLLOW
-from vitrail.attention.plan import AttentionPlan, PlanTable
-from vitrail.attention.shape import AttentionSite, Phase
+from vitrail.attention.plan import PlanTable
 from vitrail.check.checks import is_tower
 from vitrail.check.live_bytes import LiveBytes, storage_key
+from vitrail.check.steps import HollowTable, unequal
 from vitrail.config.finding import Finding
 from vitrail.config.model import PatchRules, VisionConfig
 from vitrail.models.interface import ImageModel, ImageShape
@@ -22,17 +21,6 @@ from vitrail.weights.problems import labels
 
 # What a step of several pictures may take more a patch than one of a single picture.
 LINEAR = 1.05
-
-
-class HollowTable(PlanTable):
-    """The plans of `table`, computed by nobody."""
-
-    def __init__(self, table: PlanTable):
-        self._table = table
-        self.warnings = ()
-
-    def select(self, site: AttentionSite, phase: Phase, batch: int, kv_len: int) -> AttentionPlan:
-        return replace(self._table.select(site, phase, batch, kv_len), backend=HOLLOW)
 
 
 class Shapes(LiveBytes):
@@ -80,16 +68,6 @@ def trace_step(
     if rows.shape[0] != wanted:
         raise ValueError(f"the tower made {rows.shape[0]} tokens for slots of {wanted}")
     return Traced(peak=live.peak, patches=num_patches, read=frozenset(live.read))
-
-
-def unequal(rules: PatchRules) -> list[ImageShape]:
-    """A wide picture and a higher one with other patches and tokens, as the tower takes them."""
-    if rules.tile is None:
-        side = rules.merge
-        return [ImageShape(2 * side, 5 * side), ImageShape(7 * side, 3 * side)]
-    if rules.scales:
-        return [ImageShape(rules.tile, rules.tile, block) for block in ((1, 3), None, (2, 1))]
-    return [ImageShape(rules.tile, rules.tile)] * 2
 
 
 def image_path_findings(

@@ -10,7 +10,6 @@ import logging
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import replace
 from typing import NamedTuple, cast
 
 import torch
@@ -26,6 +25,7 @@ from vitrail.cache.kv_pool import KvPool
 from vitrail.cache.manager import Manager
 from vitrail.cache.spec import ITEM_BYTES, LayerSpec
 from vitrail.check.encoder_peak import encoder_peak, product_bytes
+from vitrail.check.fixed import attention_of, model_of
 from vitrail.check.sizes import (
     CPU_KV_BYTES,
     Sizes,
@@ -46,24 +46,27 @@ from vitrail.config.finding import Refused, accept, errors
 from vitrail.config.hardware import Hardware
 from vitrail.config.model import DType, ModelConfig, VisionConfig
 from vitrail.engine.batch import BatchBuilder
-from vitrail.engine.deterministic import attention_of, computed_as_asked, model_of
+from vitrail.engine.deterministic import computed_as_asked
 from vitrail.engine.encode import ImageEncoder
-from vitrail.engine.encode_graphs import EncodeGraphs, ladder_of
+from vitrail.engine.encode_graphs import EncodeGraphs
 from vitrail.engine.engine import Engine
 from vitrail.engine.graphs import GraphParts, capture_graphs
 from vitrail.engine.measure import run_worst_steps
 from vitrail.engine.parcel import Door
 from vitrail.engine.placement import device_of, hardware_of, video_frames_of
+from vitrail.engine.policy import PATCHES_BESIDE, SchedulerLimits
 from vitrail.engine.prepare import ServingFacts
 from vitrail.engine.runner import Runner, RunnerParts
 from vitrail.engine.sampler import Sampler
-from vitrail.engine.scheduler import Scheduler, SchedulerLimits
+from vitrail.engine.scheduler import Scheduler
+from vitrail.engine.side import SideStream
 from vitrail.engine.warm_steps import Ahead, begin
 from vitrail.layers.linear import torch_dtype
 from vitrail.models.checkpoint import Checkpoint
 from vitrail.models.interface import ImageModel, Model, ModelEntry
 from vitrail.models.registry import load_entry
 from vitrail.vision.preprocess import ImageProcessor
+from vitrail.vision.rungs import rungs_of
 from vitrail.weights import load
 
 log = logging.getLogger("vitrail.engine")
@@ -122,14 +125,15 @@ def build_engine(
             config, model, tower_plans, model_config.vision, budget, device
         )
         stages.done("graphs of the tower")
-        peak = _measure_encoder(model, tower_plans, model_config, dtype, patches, largest, device)
+        side = SideStream(device)
+        peak = _measure_encoder(model, tower_plans, model_config, dtype, patches, largest, side)
         ahead.finish()
     stages.done("measuring the tower, compilers beside")
     specs = stored_specs(config, model.cache_specs())
     sizes = _sizes(config, model_config, specs, patches, device, peak)
-    engine = _assemble(
-        config, model_config, model, sizes, tower_plans, device, stages, encode_graphs
-    )
+    vision, encoder_pool = model_config.vision, EncoderPool()
+    encoder = image_encoder(model, vision, tower_plans, encoder_pool, side, encode_graphs)
+    engine = _assemble(config, model_config, model, sizes, encoder, encoder_pool, device, stages)
     ahead.note()
     log.info(
         "ready in %s: %s on %s in %s, %d KV tokens in %d pages of %s",
@@ -166,8 +170,7 @@ def image_plans(
     patches: int,
     hardware: Hardware,
 ) -> PlanTable:
-    limits = accept(image_limits(vision, dtype, patches))
-    limits = replace(limits, batch_invariant=config.deterministic)
+    limits = accept(image_limits(vision, dtype, patches, config.deterministic))
     sites = model.image_sites() if isinstance(model, ImageModel) else ()
     prefer = attention_of(config, hardware)
     return _ready(make_table(sites, limits, hardware, prefer, releases()), hardware)
@@ -229,18 +232,19 @@ def _measure_encoder(
     dtype: DType,
     patches: int,
     largest: int | None,
-    device: torch.device,
+    side: SideStream,
 ) -> int:
     """Bytes that encoding takes beyond weights and finished pictures in the worst step within the
     budget, features of a begun picture included. Not measured on a CPU, where the pages' size does
     not depend on it. `largest`: patches of the largest picture, None if no processor says."""
+    device = side.device
     if config.vision is None or device.type == "cpu":
         return 0
     assert isinstance(model, ImageModel), f"{config.architecture} with a tower"
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
     kind = torch_dtype(dtype)
-    run_worst_steps(model, plans, config.vision, kind, patches, largest, device)
+    run_worst_steps(model, plans, config.vision, kind, patches, largest, side)
     peak = torch.cuda.max_memory_allocated(device) - before
     torch.cuda.empty_cache()
     predicted = encoder_peak(config.vision, config.text.hidden_size, dtype, patches, largest)
@@ -262,8 +266,13 @@ def capture_tower(
     wanted = device.type == "cuda" and config.cuda_graphs != 0
     if vision is None or not isinstance(model, ImageModel) or not wanted:
         return None
-    graphs = EncodeGraphs(model, plans, vision, ladder_of(vision, *patches), device)
+    rungs = rungs_of(vision, *patches, model.image_sites(), plans)
+    before = torch.cuda.memory_reserved(device)
+    graphs = EncodeGraphs(model, plans, vision, rungs, device)
     graphs.capture()
+    taken = torch.cuda.memory_reserved(device) - before
+    said = "%d graphs of the tower, of up to %d patches: %d MiB"
+    log.info(said, len(rungs), graphs.most, taken >> 20)
     return graphs
 
 
@@ -291,12 +300,12 @@ def image_encoder(
     vision: VisionConfig | None,
     plans: PlanTable,
     pool: EncoderPool,
-    device: torch.device,
+    side: SideStream,
     graphs: EncodeGraphs | None,
 ) -> ImageEncoder | None:
     if vision is None or not isinstance(model, ImageModel):
         return None
-    return ImageEncoder(model, plans, pool, device, vision.patch_size, graphs)
+    return ImageEncoder(model, plans, pool, side.device, vision.patch_size, side, graphs)
 
 
 def _assemble(
@@ -304,10 +313,10 @@ def _assemble(
     model_config: ModelConfig,
     model: Model,
     sizes: Sizes,
-    tower_plans: PlanTable,
+    encoder: ImageEncoder | None,
+    encoder_pool: EncoderPool,
     device: torch.device,
     stages: _Stages,
-    encode_graphs: EncodeGraphs | None,
 ) -> Engine:
     specs, on_cpu = stored_specs(config, model.cache_specs()), device.type == "cpu"
     dtype, graphs = served_dtype(config, model_config, on_cpu), graph_sizes(config, on_cpu)
@@ -317,7 +326,6 @@ def _assemble(
     plans = _ready(_text_plans(config, sites, dtype, sizes.max_model_len, hardware), hardware)
     stages.done("plans and kernels of the decoder")
     row_bytes = model_config.text.hidden_size * ITEM_BYTES[dtype]
-    encoder_pool = EncoderPool()
     door, vocab_size = Door(device), model_config.text.vocab_size
     builder = BatchBuilder(
         max_running=config.max_running,
@@ -331,9 +339,7 @@ def _assemble(
         model=model,
         pool=pool,
         encoder_pool=encoder_pool,
-        encoder=image_encoder(
-            model, model_config.vision, tower_plans, encoder_pool, device, encode_graphs
-        ),
+        encoder=encoder,
         builder=builder,
         sampler=sampler,
         plans=plans,
@@ -379,6 +385,7 @@ def _scheduler(config: EngineConfig, sizes: Sizes, row_bytes: int, on_cpu: bool)
             max_step_tokens=step_tokens(config, on_cpu),
             max_model_len=sizes.max_model_len,
             encoder_patches=sizes.encoder_patches,
+            patches_beside=0 if on_cpu else PATCHES_BESIDE,
             page_size=config.page_size,
             prefix_cache=config.prefix_cache,
         ),

@@ -1,8 +1,8 @@
 """`--deterministic`: a request's tokens depend on the request alone.
 
-On a GPU every kernel runs in tiles that neither the batch nor the chunk chooses (`layers.fixed`,
-`PlanLimits`). A CPU's library picks its loops by the number of rows, and its vector code by where a
-row lies; there a position is computed by itself, and so is a picture: `Alone`.
+On a GPU every kernel runs in tiles that neither the batch nor the chunk chooses (`check.fixed`). A
+CPU's library picks its loops by the number of rows, and its vector code by where a row lies; there
+a position is computed by itself, and so is a picture: `Alone`.
 
 Legend: T packed tokens, M hidden channels, V vocabulary, N patches, F patch features, C channels of
 the tower."""
@@ -12,49 +12,20 @@ the tower."""
 # pyright: reportUnknownVariableType=false
 
 from collections.abc import Iterator, Sequence
-from typing import cast
 
 import torch
 from jaxtyping import Float, Int, UInt8
-from torch import Tensor, nn
+from torch import Tensor
 
 from vitrail.attention.metadata import PagedMetadata, paged_metadata
 from vitrail.attention.plan import PlanTable
 from vitrail.attention.shape import AttentionSite, Phase
 from vitrail.cache.spec import LayerSpec
 from vitrail.config.engine import EngineConfig
-from vitrail.config.finding import Finding, accept
-from vitrail.config.hardware import Hardware
-from vitrail.config.model import DType, ModelConfig, VisionConfig
+from vitrail.config.model import VisionConfig
 from vitrail.layers.context import ForwardContext
-from vitrail.layers.fixed import fix_order
-from vitrail.models.interface import ImageModel, ImageShape, Model, ModelEntry
-from vitrail.ops.mla.naive import MAX_RANK
-from vitrail.ops.moe.plan import ALIGN_BYTES
+from vitrail.models.interface import ImageModel, ImageShape, Model
 from vitrail.ops.vision.naive import Grids
-
-
-def model_of(
-    config: EngineConfig,
-    entry: ModelEntry,
-    model_config: ModelConfig,
-    dtype: DType,
-    device: torch.device,
-) -> Model:
-    """The model on the meta device; in fixed order where the user asks for it. Raises `Refused`."""
-    with torch.device("meta"):
-        model = entry.build(model_config, dtype)
-    if config.deterministic:
-        accept(_findings(config, model_config, dtype, device) or model)
-        fix_order(cast(nn.Module, model))
-    return model
-
-
-def attention_of(config: EngineConfig, hardware: Hardware) -> str | None:
-    """The backend that is asked for."""
-    if config.attention is None and config.deterministic and hardware.cc:
-        return "triton"
-    return config.attention
 
 
 def computed_as_asked(
@@ -68,35 +39,6 @@ def computed_as_asked(
     return Alone(model)
 
 
-def _findings(
-    config: EngineConfig, model: ModelConfig, dtype: DType, device: torch.device
-) -> list[Finding]:
-    """Why no kernels of ours compute all of the model in fixed order."""
-    if device.type == "cpu":
-        return []
-    text, moe = model.text, model.text.moe
-    widths = () if moe is None else (text.hidden_size, moe.intermediate_size)
-    rank = 0 if text.mla is None else text.mla.kv_lora_rank
-    aligned = all(2 * width % ALIGN_BYTES == 0 for width in widths)
-    rules = (
-        ("dtype", dtype, "bfloat16 on a GPU", dtype == "bfloat16"),
-        ("attention", config.attention, "triton on a GPU", config.attention != "reference"),
-        ("experts", f"{widths} channels", f"rows of whole {ALIGN_BYTES} bytes", aligned),
-        ("latent", f"{rank} channels", f"at most {MAX_RANK}", rank <= MAX_RANK),
-    )
-    return [
-        Finding(
-            where=f"deterministic: {where}",
-            saw=str(saw),
-            rule=rule,
-            change="leave --deterministic out, or serve on a CPU",
-            code="not_deterministic",
-        )
-        for where, saw, rule, holds in rules
-        if not holds
-    ]
-
-
 class Alone:
     """A `Model` that computes each position by itself: one row, its own keys, memory of its own.
     The order within a sequence is that of its positions, so that each finds the keys before it."""
@@ -108,7 +50,7 @@ class Alone:
         return self._model.cache_specs()
 
     def text_sites(self) -> Sequence[tuple[AttentionSite, Phase]]:
-        """Decodes alone."""
+        """Decodes alone (`check.fixed.text_sites_of`)."""
         return [pair for pair in self._model.text_sites() if pair[1] is Phase.DECODE]
 
     def embed(self, token_ids: Int[Tensor, "T"]) -> Float[Tensor, "T M"]:

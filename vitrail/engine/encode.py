@@ -19,6 +19,7 @@ from vitrail.attention.plan import PlanTable
 from vitrail.cache.encoder_pool import EncoderPool
 from vitrail.engine.encode_graphs import EncodeGraphs
 from vitrail.engine.kernel_groups import ENCODE
+from vitrail.engine.side import SideStream
 from vitrail.engine.step import EncodeJob
 from vitrail.models.interface import ImageModel, ImageShape
 from vitrail.ops.dispatch import select_resize
@@ -30,8 +31,8 @@ DTYPES = {"uint8": torch.uint8, "int32": torch.int32, "float32": torch.float32}
 
 
 class ImageEncoder:
-    """Runs the tower of `model` over packed patches. Owns nothing: entries and the features of
-    unfinished ones live in the pool."""
+    """Runs the tower of `model` over packed patches, on `side`. Owns nothing: entries and the
+    features of unfinished ones live in the pool."""
 
     def __init__(
         self,
@@ -40,20 +41,26 @@ class ImageEncoder:
         pool: EncoderPool,
         device: torch.device,
         patch_size: int,
+        side: SideStream,
         graphs: EncodeGraphs | None = None,
     ):
-        self._patch_size, self._graphs = patch_size, graphs
+        self._patch_size, self._graphs, self.side = patch_size, graphs, side
         self._model = model
         self._plans = plans
         self._pool = pool
         self._device = device
 
     def run(
-        self, jobs: Sequence[EncodeJob], pixels: Sequence[np.ndarray], failed: Collection[int] = ()
+        self,
+        jobs: Sequence[EncodeJob],
+        pixels: Sequence[np.ndarray],
+        failed: Collection[int] = (),
+        step: int = 0,
     ) -> dict[int, str]:
         """Fill each job's entry, or its part of it; entry -> reason for those that could not be
         encoded. `failed`: entries whose earlier parts could not."""
-        with record_function(ENCODE):  # seen by a profiler alone
+        # the range is seen by a profiler alone
+        with record_function(ENCODE), self.side.encoding(step, [job.entry for job in jobs]):
             return self._run(jobs, pixels, failed)
 
     def _run(

@@ -11,67 +11,21 @@ the buffers that the graphs read and write; the features it returns lie there un
 # pyright: reportUnknownVariableType=false
 
 from bisect import bisect_left
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from vitrail.attention.plan import PlanTable
-from vitrail.attention.shape import Phase
-from vitrail.check.encoder_peak import MOST_GRAPH_PATCHES as MOST_PATCHES
 from vitrail.config.model import VisionConfig
 from vitrail.models.interface import ImageModel
 from vitrail.ops.vision.naive import Grids, grid_ints
 from vitrail.vision.moonvit import CHANNELS
-
-Sizes = Sequence[tuple[int, int]]
-
-MOST_PICTURES = 8  # of a graph of pictures; with more the host has less to hide
-UNIT, FIRST = 64, 256  # patches between rungs at the least, and in the first
-APART = 128  # patches between rungs of small pictures
-# Backends that read lengths on the device alone, so that a graph serves any.
-DEVICE_LENGTHS = ("fa4",)
-
-
-def ladder_of(vision: VisionConfig, budget: int, largest: int | None) -> list[int]:
-    """Of a tower, under a budget of patches a step; `largest`: of a picture, None if unknown."""
-    tile = vision.rules.tile
-    return ladder(budget, UNIT, largest or budget) if tile is None else ladder(budget, tile**2, 0)
-
-
-def ladder(budget: int, unit: int, largest: int) -> list[int]:
-    """Patch counts: multiples of `unit` a sixth apart, then the budget itself or the last within
-    `MOST_PATCHES`. Closer from 3/4 to 27/32 of the largest picture, where those lie that were
-    scaled to a limit and padded: the largest is that much above the limit."""
-    top = min(budget, MOST_PATCHES) // unit * unit
-    rungs: list[int] = []
-    rung = min(FIRST, top) // unit * unit or unit
-    while rung < top:
-        rungs.append(rung)
-        if 24 * largest <= 32 * rung <= 27 * largest:
-            rung += unit
-        else:
-            rung += max(1, rung // 6 // unit) * unit if rung >= 1024 else max(unit, APART)
-    last = budget if unit == UNIT and budget <= MOST_PATCHES else top
-    return [*rungs, last] if last >= unit else []
-
-
-def rung_sizes(patches: int, tile: int | None) -> Sizes:
-    """The sequences that a rung is captured with: none is empty, and the launch is as for any."""
-    if tile is not None:
-        return [(tile, tile)] * (patches // tile**2)
-    return [(1, patches - MOST_PICTURES), *[(1, 1)] * MOST_PICTURES]
-
-
-def padded(sizes: Sizes, patches: int) -> Sizes:
-    """`sizes` and what fills a rung of pictures: the padding, then nothing."""
-    rest = patches - sum(height * width for height, width in sizes)
-    empty = [(0, 0)] * (MOST_PICTURES - len(sizes))
-    return [*sizes, (1, rest) if rest else (0, 0), *empty]
+from vitrail.vision.rungs import MOST_PICTURES, Sizes, padded, rung_sizes
 
 
 class EncodeGraphs:
-    """Graphs of `encode_patches` of one model. Owns their buffers and the pool of their memory."""
+    """Graphs of `encode_patches` of one model, one a rung. Owns their buffers and the pool of their
+    memory. `most`: patches of the largest."""
 
     def __init__(
         self,
@@ -83,21 +37,12 @@ class EncodeGraphs:
     ):
         self._model, self._plans, self._device = model, plans, device
         self._tile = vision.rules.tile
-        self._rungs = rungs if self._any_lengths() else []
+        self._rungs, self.most = rungs, max(rungs, default=0)
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
-        most = max(self._rungs, default=0)
-        features = CHANNELS * vision.patch_size**2
-        self._patches = torch.zeros((most, features), dtype=torch.uint8, device=device)
+        size = (self.most, CHANNELS * vision.patch_size**2)
+        self._patches = torch.zeros(size, dtype=torch.uint8, device=device)
         self._grids: dict[int, Grids] = {}
         self._features: Tensor | None = None
-
-    def _any_lengths(self) -> bool:
-        """Whether every call of the tower reads its lengths on the device."""
-        return self._device.type == "cuda" and all(
-            plan.backend in DEVICE_LENGTHS
-            for plan in self._plans
-            if plan.shape.phase is Phase.ENCODE
-        )
 
     def __len__(self) -> int:
         return len(self._rungs)
@@ -109,7 +54,7 @@ class EncodeGraphs:
         pool = torch.cuda.graph_pool_handle()
         for patches in reversed(self._rungs):
             grids = Grids.of(rung_sizes(patches, self._tile), self._device)
-            self._grids[patches] = grids
+            self._grids[patches] = grids._replace(any_sizes=True)
             if self._features is None:
                 self._features = torch.empty_like(self._encode(patches))
             graph = torch.cuda.CUDAGraph()

@@ -15,6 +15,7 @@ from vitrail.cache.encoder_pool import EncoderPool
 from vitrail.check.encoder_peak import Part, worst_steps
 from vitrail.config.model import PatchRules, VisionConfig
 from vitrail.engine.encode import ImageEncoder
+from vitrail.engine.side import SideStream
 from vitrail.engine.step import EncodeJob
 from vitrail.models.interface import ImageModel
 from vitrail.vision.moonvit import CHANNELS
@@ -63,18 +64,19 @@ def run_worst_steps(
     dtype: torch.dtype,
     budget: int,
     largest: int | None,
-    device: torch.device,
+    side: SideStream,
 ) -> None:
     """Run each of `worst_jobs` on black, by the encoder that serves, with all that the pool holds
     of its pictures. Raises `RuntimeError` where one fails."""
-    pool = EncoderPool()
-    encoder = ImageEncoder(model, plans, pool, device, vision.patch_size)
+    pool, device = EncoderPool(), side.device
+    encoder = ImageEncoder(model, plans, pool, device, vision.patch_size, side)
     features = CHANNELS * vision.patch_size**2
     for step in worst_jobs(vision.rules, budget, largest):
         for job in step:
             for _ in range(job.first):
                 size = (job.height * job.width, vision.hidden_size)
                 pool.add_part(job.entry, torch.zeros(size, dtype=dtype, device=device))
+        side.follow()
         failed = encoder.run(step, [np.zeros(_size(job, features), np.uint8) for job in step])
         pool.drop(job.entry for job in step)
         if failed:

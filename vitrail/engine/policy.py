@@ -8,6 +8,64 @@ from dataclasses import dataclass, field
 
 from vitrail.engine.request import Sequence
 
+# Patches that are encoded at once beside decodes: a large picture's.
+PATCHES_BESIDE = 5_376
+# For each that waits so many decode, at the least, where pictures are encoded beside decodes.
+DECODES_A_WAIT = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerLimits:
+    """Requests at once and queued, tokens computed and image patches encoded in a step, patches
+    encoded at once beside decodes (0: all are encoded within their step), tokens of a prompt with
+    its output. `page_size` and `prefix_cache` are the manager's."""
+
+    max_running: int
+    max_waiting: int
+    max_step_tokens: int
+    max_model_len: int
+    encoder_patches: int
+    patches_beside: int
+    page_size: int
+    prefix_cache: bool
+
+
+class EncodeBudget:
+    """What a step may encode, and what it may read of it. A step without decodes encodes `patches`
+    and reads them at once. Beside decodes one batch of `beside` patches at a time is encoded (a
+    larger sequence by itself), and read by steps that are planned when it is known to be done: no
+    decode waits for its end. But where more wait than half of those that decode, all is as without
+    decodes: going slowly would serve few and keep many waiting. Owns which steps' encodings are
+    under way; `done`: the last step whose encodings are done, and those before it."""
+
+    def __init__(self, patches: int, beside: int):
+        self._patches, self._beside = patches, beside
+        self._step = self._last = self.done = -1
+        self._taken, self._aside, self._busy = 0, False, False
+
+    def begin(self, step: int, decodes: int, waiting: int) -> None:
+        """Of the step that is planned next."""
+        self._step, self._taken = step, 0
+        self._aside = bool(self._beside and decodes) and DECODES_A_WAIT * waiting <= decodes
+        self._busy = self._last > self.done
+
+    def left(self, sequence: int) -> int:
+        """Patches that the step may still encode, in sequences of so many."""
+        most = self._patches
+        if self._aside:
+            most = 0 if self._busy else min(most, max(self._beside, sequence))
+        return max(0, most - self._taken)
+
+    def take(self, patches: int) -> int:
+        """The step encodes them. Its number."""
+        self._taken += patches
+        self._last = self._step
+        return self._step
+
+    def may_read(self, step: int) -> bool:
+        """Whether the step at hand may read what `step` encodes."""
+        return not self._aside or step <= self.done
+
 
 def _arrival(seq: Sequence) -> int:
     return seq.arrival

@@ -8,6 +8,7 @@ Legend: T packed tokens, S sampled rows, V vocabulary."""
 # pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false
 # pyright: reportUnknownVariableType=false
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -63,11 +64,13 @@ class Runner:
         self._extras: dict[int, tuple[int | None, bool]] = {}
         # entries without rows, until a plan drops them: a step launched ahead may still read one
         self._failed_entries: set[int] = set()
+        self._last = -1
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan, inputs: StepInputs) -> "Launched":
         """Run one step. The plan's sampled tokens stay on the device for the next step."""
         p = self._p
+        self._last = plan.index
         p.sampler.setup(inputs.setups)
         for s in inputs.setups:
             self._extras[s.slot] = (s.params.prompt_logprobs, s.want_logits)
@@ -76,12 +79,13 @@ class Runner:
         failed: dict[int, str] = {}
         if plan.encodes:
             assert p.encoder is not None, "images for a model without a tower"
-            failed = p.encoder.run(plan.encodes, inputs.pixels, self._failed_entries)
+            failed = p.encoder.run(plan.encodes, inputs.pixels, self._failed_entries, plan.index)
         self._failed_entries |= set(failed)
         if not plan.prefills and not plan.decodes:
-            return Launched(plan, None, {}, failed)
+            return Launched(plan, None, {}, failed, self._encoded)
         if p.graphs is not None and p.graphs.fits(plan):
-            return Launched(plan, self._replay(p.graphs, plan, inputs), {}, failed)
+            fetched = self._replay(p.graphs, plan, inputs)
+            return Launched(plan, fetched, {}, failed, self._encoded)
         sent = p.door.parcel()
         packed = p.builder.pack(plan, inputs, p.plans, sent)
         asked = p.sampler.ask(packed.slots, lambda: inputs.draws, inputs.output_index, sent)
@@ -96,7 +100,7 @@ class Runner:
             logits = p.model.logits(hidden.index_select(0, batch.sample_rows))
             sampled = self._keep(p.sampler.sample(logits, asked, got), batch.sample_slots)
         rows = self._prompt_rows(hidden, plan, inputs)
-        return Launched(plan, sampled, rows, failed)
+        return Launched(plan, sampled, rows, failed, self._encoded)
 
     def _replay(self, graphs: DecodeGraphs, plan: StepPlan, inputs: StepInputs) -> "Fetched":
         """A step of decodes alone."""
@@ -120,13 +124,22 @@ class Runner:
     def _place_images(self, hidden: Tensor, slices: tuple[ImageSlice, ...]) -> Tensor:
         """Image embeddings over their placeholders. A failed image's rows become NaN: the scheduler
         fails its requests once it has read the result, and nobody else reads them."""
+        encoder = self._p.encoder
+        if not slices or encoder is None:
+            return hidden
+        encoder.side.wait({s.entry for s in slices})
         for s in slices:
             at = slice(s.token_start, s.token_start + s.length)
             if s.entry in self._failed_entries:
                 hidden[at] = torch.nan
             else:
                 hidden[at] = self._p.encoder_pool.slice(s.entry, s.entry_start, s.length)
+        encoder.side.follow()
         return hidden
+
+    def _encoded(self) -> int:
+        encoder = self._p.encoder
+        return self._last if encoder is None else encoder.side.done(self._last)
 
     def _prompt_rows(
         self, hidden: Tensor, plan: StepPlan, inputs: StepInputs
@@ -219,11 +232,13 @@ class Launched:
         sampled: Fetched | None,
         prompt_rows: dict[int, PromptRows],
         failed_entries: dict[int, str],
+        encoded: Callable[[], int],
     ):
         self.plan = plan
         self._sampled = sampled
         self._prompt_rows = prompt_rows
         self._failed = failed_entries
+        self._encoded = encoded
 
     def read(self) -> StepResult:
         """Wait for the step's tokens."""
@@ -233,4 +248,5 @@ class Launched:
             logprobs=logprobs,
             prompt_rows=self._prompt_rows,
             failed_entries=self._failed,
+            encoded=self._encoded(),
         )

@@ -19,7 +19,7 @@ from vitrail.cache.manager import CacheUsage, Manager
 from vitrail.cache.page_keys import PageKeys
 from vitrail.config.finding import Refused
 from vitrail.engine import policy
-from vitrail.engine.policy import Groups
+from vitrail.engine.policy import EncodeBudget, Groups, SchedulerLimits
 from vitrail.engine.request import (
     EngineRequest,
     FinishReason,
@@ -40,20 +40,6 @@ from vitrail.engine.step import (
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SchedulerLimits:
-    """Requests at once and queued, tokens computed and image patches encoded in a step, tokens of a
-    prompt with its output. `page_size` and `prefix_cache` are the manager's."""
-
-    max_running: int
-    max_waiting: int
-    max_step_tokens: int
-    max_model_len: int
-    encoder_patches: int
-    page_size: int
-    prefix_cache: bool
-
-
 @dataclass(slots=True, kw_only=True)
 class _Flight:
     """A plan whose result is not absorbed. `encoded`: entries with a part in it, by id; `readers`:
@@ -71,7 +57,6 @@ class _Step:
 
     tokens: int
     draft: StepDraft = field(default_factory=StepDraft)
-    patches: int = 0
     images_wait: bool = False
     encoded: dict[int, EncoderEntry] = field(default_factory=dict[int, EncoderEntry])
     readers: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
@@ -97,6 +82,7 @@ class Scheduler:
         self._slots = list(range(limits.max_running))
         self._flights: deque[_Flight] = deque()
         self._begun: EncoderEntry | None = None  # encoded in part: no more than one at a time
+        self._encoding = EncodeBudget(limits.encoder_patches, limits.patches_beside)
         self._arrivals = 0
         self._handles = 0
         self._plans = 0
@@ -160,6 +146,8 @@ class Scheduler:
         """The next step, or None if nothing can be computed before a result is absorbed."""
         step = _Step(tokens=self._limits.max_step_tokens)
         prefilling = self._decode(step)
+        waiting = self.num_waiting + len(prefilling)
+        self._encoding.begin(self._plans, len(step.draft.decodes), waiting)
         for seq in prefilling:
             if step.tokens:
                 self._prefill(step, seq)
@@ -186,6 +174,7 @@ class Scheduler:
         """Take in the result of the oldest launched step; what it gave each request."""
         flight = self._flights.popleft()
         assert flight.plan is plan, f"step {plan.index} is not the oldest"
+        self._encoding.done = result.encoded
         outputs = self._fail_images(flight, result.failed_entries)
         sampled = iter(zip(result.token_ids, result.logprobs, strict=True))
         live = self._live
@@ -236,9 +225,10 @@ class Scheduler:
             if seq.launched >= seq.goal:
                 assert seq.launched == len(seq.tokens) + seq.in_flight - 1
                 assert not seq.held
-            assert len(seq.held) <= 1, "more than the image that the last chunk cut or waits for"
+            waits = zip(seq.held[:-1], seq.request.images[seq.image_at :], strict=False)
+            assert all(e.encoded == image.sequences for e, image in waits), "held too early"
             for entry in seq.held:
-                assert entry.users[seq.id] == 1
+                assert entry.users[seq.id] == seq.held.count(entry)
                 held[entry.id] = entry.num_tokens
         referenced = sum(held.values()) * self._encoder.bytes_per_token
         assert referenced == self._encoder.referenced_bytes, "referenced by none that runs"
@@ -335,21 +325,25 @@ class Scheduler:
 
     def _claim_images(self, step: _Step, seq: Sequence, end: int) -> int:
         """Hold the entries of all images before `end`; where the chunk must end if one is not to be
-        had or not encoded to its end. `seq.held` are those of images[image_at:] so far."""
-        images, held = seq.request.images, len(seq.held)
+        had, not encoded to its end or still being encoded beside: then those behind it are begun
+        all the same. `seq.held` are those of images[image_at:] so far."""
+        images, held, ready = seq.request.images, len(seq.held), end
         for i, image in enumerate(images[seq.image_at :]):
             if image.offset >= end:
                 break
+            before = min(ready, max(image.offset, seq.launched))
             if i >= held:
                 entry = self._claim(step, image)
                 if entry is None:
                     step.images_wait = True
-                    return max(image.offset, seq.launched)
+                    return before
                 self._encoder.acquire(entry, seq.id)
                 seq.held.append(entry)
             if not self._encode(step, seq.held[i], image):
-                return max(image.offset, seq.launched)
-        return end
+                return before
+            if not self._encoding.may_read(seq.held[i].step):
+                ready = before
+        return ready
 
     def _claim(self, step: _Step, image: ImageInput) -> EncoderEntry | None:
         """The entry of `image`, a new one if need be. None: no room, or no budget to begin it (to
@@ -359,7 +353,7 @@ class Scheduler:
             return entry
         begun = self._begun is not None and self._begun.state is EntryState.NEW
         least = image.sequence_patches * (image.sequences if begun else 1)
-        if step.images_wait or step.patches + least > self._limits.encoder_patches:
+        if step.images_wait or least > self._encoding.left(image.sequence_patches):
             return None
         return self._encoder.admit(image.identity, image.num_tokens)
 
@@ -368,10 +362,10 @@ class Scheduler:
         its end. Whoever holds an entry goes on with it: nobody else might."""
         left = image.sequences - entry.encoded
         if left:
-            room = self._limits.encoder_patches - step.patches
-            count = min(left, room // image.sequence_patches)
+            size = image.sequence_patches
+            count = min(left, self._encoding.left(size) // size)
             if count:
-                step.patches += count * image.sequence_patches
+                entry.step = self._encoding.take(count * size)
                 step.encoded[entry.id] = entry
                 step.draft.encode(entry.id, image, entry.encoded, count)
                 entry.encoded += count

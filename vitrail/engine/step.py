@@ -64,8 +64,8 @@ class ImageSlice(msgspec.Struct, frozen=True, gc=False):
 class StepPlan(msgspec.Struct, frozen=True):
     """Order of work: drop entries, encode, then one forward pass over [prefills | decodes], which
     may be empty where there is something to encode or to drop. An entry whose encoding failed, or
-    whose step did, is dropped like any other: the runner may not hold it. The last part of an entry
-    is never without a slice of it in the same plan."""
+    whose step did, is dropped like any other: the runner may not hold it. What is encoded may still
+    be under way when its step's results are read: a step with a slice of it waits for that."""
 
     index: int
     prefills: tuple[SequenceStep, ...]
@@ -131,12 +131,14 @@ class PromptRows:
 class StepResult:
     """`token_ids`, parallel to `plan.sampled`; -1: the row's logits were not finite (that request
     fails). `logprobs`: parallel, None where not asked for. `prompt_rows`: by seq. `failed_entries`:
-    images whose encoding failed, with the reason; sequences that needed them have token -1."""
+    images whose encoding failed, with the reason; sequences that needed them have token -1.
+    `encoded`: the last launched step whose encodings are done by now, and those before it."""
 
     token_ids: list[int]
     logprobs: list[TokenLogprob | None]
     prompt_rows: dict[int, PromptRows]
     failed_entries: dict[int, str]
+    encoded: int
 
 
 def draws(seeds: list[int], output_index: np.ndarray) -> np.ndarray:

@@ -6,6 +6,7 @@ from typing import NamedTuple
 import torch
 
 from vitrail.cache.encoder_pool import EncoderPool
+from vitrail.check.fixed import model_of
 from vitrail.check.sizes import encoder_budget, served_dtype
 from vitrail.config.engine import EngineConfig, validate
 from vitrail.config.finding import Finding, Refused, accept, errors
@@ -17,9 +18,10 @@ from vitrail.engine.build import (
     image_plans,
     load_weights,
 )
-from vitrail.engine.deterministic import computed_as_asked, model_of
+from vitrail.engine.deterministic import computed_as_asked
 from vitrail.engine.encode import ImageEncoder
 from vitrail.engine.placement import device_of, hardware_of
+from vitrail.engine.side import SideStream
 from vitrail.models.checkpoint import Checkpoint
 from vitrail.models.registry import load_entry
 from vitrail.vision.preprocess import ImageProcessor
@@ -58,7 +60,7 @@ def build_tower(
     budget = (patches, None if processor is None else processor.max_patches)
     graphs = capture_tower(config, model, plans, vision, budget, device)
     pool = EncoderPool()
-    encoder = image_encoder(model, vision, plans, pool, device, graphs)
+    encoder = image_encoder(model, vision, plans, pool, SideStream(device), graphs)
     assert encoder is not None, f"{checkpoint.architecture} with a tower"
     return Tower(encoder, pool, vision, hardware, device, dtype)
 

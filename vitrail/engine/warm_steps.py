@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import cast
 
 import msgspec
@@ -24,11 +24,12 @@ from torch import Tensor, nn
 from vitrail.attention.plan import PlanLimits, make_table
 from vitrail.attention.shape import Phase
 from vitrail.cache.kv_pool import KvPool
+from vitrail.check.fixed import model_of
 from vitrail.check.sizes import graph_sizes, stored_specs
+from vitrail.check.steps import shortened
 from vitrail.config.engine import EngineConfig
 from vitrail.config.model import DType, ModelConfig
 from vitrail.engine.batch import BatchBuilder
-from vitrail.engine.deterministic import model_of
 from vitrail.engine.floors import Shapes
 from vitrail.engine.graphs import DecodeGraphs, Graph, GraphParts
 from vitrail.engine.parcel import Door
@@ -50,21 +51,6 @@ class Steps(msgspec.Struct, frozen=True, kw_only=True):
 
     config: dict[str, str | int | float | bool | None]
     sizes: list[int]
-
-
-def shortened(model: ModelConfig) -> ModelConfig:
-    """With one layer of each kind, of the decoder and of the tower."""
-    text, vision = model.text, model.vision
-    layers = min(text.num_layers, 1 if text.moe is None else text.moe.first_moe_layer + 1)
-    gqa = text.gqa
-    text = replace(
-        text,
-        num_layers=layers,
-        gqa=None if gqa is None else replace(gqa, windows=gqa.windows[:layers]),
-    )
-    return replace(
-        model, text=text, vision=None if vision is None else replace(vision, num_layers=2)
-    )
 
 
 class Ahead:

@@ -2,7 +2,7 @@
 none read from a tensor's contents."""
 
 from collections.abc import Callable
-from functools import cache, partial
+from functools import partial
 from types import ModuleType
 from typing import NamedTuple
 
@@ -17,11 +17,11 @@ import vitrail.ops.mla.naive as naive_mla
 import vitrail.ops.norm.naive as naive_norm
 import vitrail.ops.rope.naive as naive_rope
 import vitrail.ops.sampling.naive as naive_sampling
-from vitrail.config.hardware import Hardware, from_device
 from vitrail.config.model import RopeScaling
 from vitrail.ops.moe.grouped import segmented_experts
 from vitrail.ops.moe.naive import Routing, naive_experts, naive_route
 from vitrail.ops.moe.plan import ALIGN_BYTES, Choice
+from vitrail.ops.record import by_device, gpu_of, on_gpu
 from vitrail.ops.resize import naive as naive_resize
 from vitrail.ops.sampling.naive import Filters
 from vitrail.ops.vision import naive as naive_vision
@@ -72,15 +72,6 @@ def _mixture(
     return experts(x_TM, naive_route(x_TM, router_XM, bias_X, choice), gate_up_YFM, down_YMI)
 
 
-@cache
-def gpu_of(device: torch.device) -> Hardware:
-    """The facts of the GPU that holds a tensor."""
-    found = torch.cuda.get_device_properties(device)
-    return from_device(
-        found.name, found.major * 10 + found.minor, found.multi_processor_count, found.total_memory
-    )
-
-
 class NormOps(NamedTuple):
     rms_norm: Callable[[Tensor, Tensor, float], Tensor]
     add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
@@ -99,31 +90,31 @@ class MlaOps(NamedTuple):
     expanded_keys: Callable[[Tensor, Tensor, naive_mla.MlaSizes, bool], tuple[Tensor, Tensor]]
 
 
-@cache
+@by_device
 def select_norm(device: torch.device) -> NormOps:
     """Ours in Triton on a GPU, else the definitions."""
-    if device.type != "cuda":
+    if not on_gpu(device):
         return NormOps(naive_norm.rms_norm, naive_norm.add_rms_norm)
     from vitrail.ops.norm import triton
 
     return NormOps(triton.rms_norm, triton.add_rms_norm)
 
 
-@cache
+@by_device
 def select_silu_mul(device: torch.device) -> Callable[[Tensor], Tensor]:
     """Ours in Triton on a GPU, else the definition."""
-    if device.type != "cuda":
+    if not on_gpu(device):
         return naive_activation.silu_mul
     from vitrail.ops.activation import triton
 
     return triton.silu_mul
 
 
-@cache
+@by_device
 def select_linear(device: torch.device, fixed: bool = False) -> LinearOps:
     """On a GPU what `linear.table` says of a shape, else the definitions. `fixed`: a row's product
     is the same whatever is beside it."""
-    if device.type != "cuda":
+    if not on_gpu(device):
         return LinearOps(naive_linear.linear, naive_linear.scores, naive_linear.add_norm_linear)
     if fixed:
         from vitrail.ops.linear import fixed as alike
@@ -134,10 +125,10 @@ def select_linear(device: torch.device, fixed: bool = False) -> LinearOps:
     return LinearOps(fused.linear, fused.scores, fused.add_norm_linear)
 
 
-@cache
+@by_device
 def select_mla(device: torch.device, fixed: bool = False) -> MlaOps:
     """Ours in Triton on a GPU, else the definitions. `fixed`: as in `select_linear`."""
-    if device.type != "cuda":
+    if not on_gpu(device):
         return MlaOps(
             naive_mla.expanded_queries,
             naive_mla.absorbed_queries,
@@ -155,10 +146,10 @@ def select_mla(device: torch.device, fixed: bool = False) -> MlaOps:
 RopeTable = Callable[[Tensor, int, float, RopeScaling | None], tuple[Tensor, Tensor]]
 
 
-@cache
+@by_device
 def select_rope_table(device: torch.device) -> RopeTable:
     """Ours in Triton on a GPU, else the definition."""
-    if device.type != "cuda":
+    if not on_gpu(device):
         return naive_rope.rope_table
     from vitrail.ops.rope import triton
 
@@ -171,10 +162,10 @@ class SamplingOps(NamedTuple):
     draw_filtered: Callable[[Tensor, Tensor, Tensor, Tensor, Filters, Tensor], Tensor]
 
 
-@cache
+@by_device
 def select_sampling(device: torch.device) -> SamplingOps:
     """Ours in Triton on a GPU, else the definitions."""
-    if device.type != "cuda":
+    if not on_gpu(device):
         return SamplingOps(
             naive_sampling.best_tokens, naive_sampling.draw_plain, naive_sampling.draw_filtered
         )
@@ -186,7 +177,7 @@ def select_sampling(device: torch.device) -> SamplingOps:
 def select_vision(device: torch.device) -> ModuleType:
     """The towers' operations (the functions of `ops.vision.naive`, by their names): kernels on
     CUDA, which needs Triton, else the definitions."""
-    if device.type != "cuda":
+    if not on_gpu(device):
         return naive_vision
     from vitrail.ops.vision import triton
 
@@ -195,17 +186,17 @@ def select_vision(device: torch.device) -> ModuleType:
 
 def select_resize(device: torch.device) -> ModuleType:
     """The functions of `ops.resize.naive`, likewise."""
-    if device.type != "cuda":
+    if not on_gpu(device):
         return naive_resize
     from vitrail.ops.resize import triton
 
     return triton
 
 
-@cache
+@by_device
 def select_paged_queries(device: torch.device) -> Callable[..., Tensor]:
     """Ours in Triton on a GPU, else the definition."""
-    if device.type != "cuda":
+    if not on_gpu(device):
         return naive_gqa.paged_queries
     from vitrail.ops.gqa import triton
 

@@ -12,7 +12,6 @@ has nothing to do: what comes next waits for this launch alone, and relies on it
 before."""
 
 from collections.abc import Callable
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +20,9 @@ from torch import Tensor, nn
 from triton import KernelInterface
 from triton.runtime import JITFunction
 
-HOPPER = (9, 0)
+from vitrail.ops.record import by_device, gpu_of, on_gpu, recorded
+
+HOPPER = 90
 # Whose launches are done as below; another release's may take other arguments.
 QUICK_RELEASES = ("3.6",)
 ALIGNED = 15  # a multiple of 16 has none of these bits
@@ -31,10 +32,10 @@ UNALIGNED, WIDE = object(), object()
 _VALUE, _ALL, _ONE, _TYPE = range(4)
 
 
-@cache
+@by_device
 def may_start_early(device: torch.device) -> bool:
     """Whether `device` has programmatic dependent launch: Hopper and later."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= HOPPER
+    return on_gpu(device) and gpu_of(device).cc >= HOPPER
 
 
 def launch(
@@ -100,7 +101,8 @@ class Launcher:
         constants: dict[str, Any],
     ) -> None:
         if not self._hows or device is None:
-            self._kernel[grid](*arguments, **constants)
+            if not recorded(self._kernel, arguments, constants):
+                self._kernel[grid](*arguments, **constants)
             return
         values, facts = _facts(arguments, self._hows)
         key = (device, tuple(constants), tuple(constants.values()), facts)

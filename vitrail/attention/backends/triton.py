@@ -239,6 +239,8 @@ def prepare(
     """The records of a batch, on the device by one copy that waits for nothing. `room`: as many
     items and combines, the rest of them empty, for a graph that other batches use as well."""
     check_lengths(plan, meta)
+    if isinstance(meta, VarlenMetadata) and meta.any_lengths:
+        return _any_work(plan, meta.cu_q, sum(meta.q_lens))
     records = records_of(plan, lengths_of(meta))
     if room is not None:
         records = padded(records, *room)
@@ -253,6 +255,28 @@ def prepare(
         combines=flat[split:].view(-1, COMBINE_FIELDS),
         slots=records.slots if room is None else room[0],
     )
+
+
+def _any_work(plan: AttentionPlan, edges_B1: Tensor, num_tokens: int) -> Work:
+    """The records of self-attention made on the device, whatever lengths it finds there, which sum
+    to `num_tokens`: as many items as these can need, the rest of them empty."""
+    site, tile = plan.shape.site, plan.tile_m
+    assert plan.max_splits == 1, plan
+    assert not site.causal, plan
+    assert site.window is None, plan
+    group = site.num_q_heads // site.num_kv_heads
+    lens_B = edges_B1.diff()
+    blocks_B = (lens_B * group + (tile - 1)) // tile
+    ends_B = blocks_B.cumsum(0, dtype=torch.int32)
+    nth_I = torch.arange(num_tokens * group // tile + len(lens_B), device=edges_B1.device)
+    nth_I = nth_I.to(torch.int32)
+    seq_I = torch.searchsorted(ends_B, nth_I, right=True).clamp(max=len(lens_B) - 1)
+    first_I, row_I = edges_B1[seq_I], (nth_I - (ends_B - blocks_B)[seq_I]) * tile
+    none_I = torch.zeros_like(nth_I)
+    columns = [first_I, row_I, lens_B[seq_I] * group, none_I, first_I, none_I, lens_B[seq_I]]
+    items = torch.stack([*columns, none_I - 1, none_I + site.sink], 1)
+    items = items * (nth_I < ends_B[-1])[:, None]
+    return Work(items=items, combines=items.new_zeros((0, COMBINE_FIELDS)), slots=0)
 
 
 def _attend(

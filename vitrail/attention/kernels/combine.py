@@ -6,7 +6,7 @@ as in `attend`, in partial results slot, slot + 1, ..., slot + splits - 1. rows 
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_wait
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 
 @triton.jit(
@@ -34,6 +34,7 @@ def combine(
     live_rows are ever used; channels from j * E_BLOCK on. SPLITS: read at once. EARLY: launched
     while the partial results are still being made."""
     if EARLY:
+        gdc_launch_dependents()  # few programs, and what comes next loads weights meanwhile
         gdc_wait()  # also where there is nothing to do: what comes next waits for this launch alone
     at = tl.program_id(0)
     while at < num_rows:

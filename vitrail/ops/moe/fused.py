@@ -29,8 +29,10 @@ from vitrail.ops.moe.plan import (
     router_tiles,
 )
 from vitrail.ops.moe.tile import ExpertsPlan, Tile
+from vitrail.ops.record import on_gpu
 
 ROUTER_BK = 64  # channels of a span that are multiplied at once
+LAID = 16  # blocks that a program of `moe_lay` lays
 WIDE = 1024  # channels that a program of `moe_join` adds
 
 
@@ -137,7 +139,7 @@ def _scores(
         BK=ROUTER_BK,
         SPAN=made.span,
         WIDTH=made.width,
-        MULTIPLY=tl.bfloat16 if x_TM.is_cuda else tl.float32,
+        MULTIPLY=tl.bfloat16 if on_gpu(x_TM.device) else tl.float32,
         COUNTS=power_of_2(num_experts + choice.num_shared),
         num_warps=4,
         num_stages=3,
@@ -149,15 +151,16 @@ def _scores(
 def _lay(placed: Placed, num_experts: int, tokens: int, plan: ExpertsPlan) -> None:
     _run(
         kernels.moe_lay,
-        (1,),
+        (-(-placed.blocks // LAID),),
         placed.records,
         placed.counts,
         num_experts,
         placed.blocks,
         tokens,
+        LAID=LAID,
         BT=plan.bt,
         XP=power_of_2(num_experts),
-        num_warps=8,
+        num_warps=4,
         **_early(plan.early),
     )
 
@@ -203,6 +206,7 @@ def place(expert_ids: Int[Tensor, "T K"], num_experts: int, plan: ExpertsPlan) -
         len(expert_ids),
         SHARE=share,
         CHUNK=SORT_CHUNK,
+        LAID=LAID,
         ALONE=alone,
         BT=plan.bt,
         XP=power_of_2(num_experts),
@@ -350,5 +354,6 @@ def _options(tile: Tile, plan: ExpertsPlan, placed: Placed, top_k: int) -> dict[
     }
 
 
-def _early(early: bool) -> dict[str, bool]:
+def _early(early: int) -> dict[str, int]:
+    """Of a launch; a kernel's `_begin` says what it means."""
     return {"EARLY": early} | ({"launch_pdl": True} if early else {})

@@ -79,7 +79,7 @@ def default_plan(tokens: int, shape: ExpertsShape, gpu: Hardware) -> ExpertsPlan
         stages = max(2, min(4, room // stage))
         return Tile(bn=64, bk=64, stages=stages, warps=4 if swap else 8, swap=swap)
 
-    return ExpertsPlan(bt=bt, up=tile(2), down=tile(1), early=gpu.cc >= 90)
+    return ExpertsPlan(bt=bt, up=tile(2), down=tile(1), early=int(gpu.cc >= 90))
 
 
 def router_tiles(tokens: int, hidden: int, fixed: bool = False) -> RouterTiles:

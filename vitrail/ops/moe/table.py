@@ -2,21 +2,21 @@
 to so many tokens (None: any number)."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from types import MappingProxyType
 
 from vitrail.ops.moe.tile import ExpertsPlan, Tile
 
 # Kimi-VL-A3B: 64 experts, 6 a token, and 2 shared ones.
 _LARGE = Tile(bn=256, bk=64, stages=4, warps=8, swap=False, sorted=True, programs=132, flat=True)
+_FEW = ExpertsPlan(
+    bt=16,
+    up=Tile(bn=64, bk=128, stages=3, warps=4),
+    down=Tile(bn=64, bk=128, stages=3, warps=4),
+)
 _H200_KIMI: tuple[tuple[int | None, ExpertsPlan], ...] = (
-    (
-        16,
-        ExpertsPlan(
-            bt=16,
-            up=Tile(bn=64, bk=128, stages=3, warps=4),
-            down=Tile(bn=64, bk=128, stages=3, warps=4),
-        ),
-    ),
+    (1, replace(_FEW, early=2)),
+    (16, _FEW),
     (
         32,
         ExpertsPlan(
@@ -37,8 +37,8 @@ _H200_KIMI: tuple[tuple[int | None, ExpertsPlan], ...] = (
         768,
         ExpertsPlan(
             bt=64,
-            up=Tile(bn=64, bk=64, stages=3, warps=4),
-            down=Tile(bn=128, bk=64, stages=3, warps=8),
+            up=Tile(bn=64, bk=64, stages=3, warps=4, halves=True),
+            down=Tile(bn=128, bk=64, stages=3, warps=8, halves=True),
         ),
     ),
     (
@@ -55,7 +55,7 @@ _H200_KIMI: tuple[tuple[int | None, ExpertsPlan], ...] = (
             bt=128,
             up=Tile(bn=128, bk=64, stages=4, warps=8, swap=False, halves=True, paired=True),
             down=_LARGE,
-            early=False,
+            early=0,
         ),
     ),
 )

@@ -29,11 +29,12 @@ class Tile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertsPlan:
-    """`bt`: rows of a block. `early`: each launch may start while the one before it runs. `fixed`:
-    neither the router's tiles nor how rows are placed depend on how many there are."""
+    """`bt`: rows of a block. `early`: each launch may start while the one before it works (1), or
+    while that waits as well (2), which takes room; 0: not. `fixed`: neither the router's tiles nor
+    how rows are placed depend on how many there are."""
 
     bt: int
     up: Tile
     down: Tile
-    early: bool = True
+    early: int = 1
     fixed: bool = False

@@ -32,6 +32,17 @@ FIELDS = tl.constexpr(4)  # of a block's record, the last unused
 
 
 @triton.jit
+def _begin(EARLY: tl.constexpr):
+    """Waits for what was launched before; lets the next launch start then, or (EARLY 2) now."""
+    if EARLY == 2:
+        gdc_launch_dependents()
+    if EARLY:
+        gdc_wait()
+    if EARLY == 1:
+        gdc_launch_dependents()
+
+
+@triton.jit
 def _add_exact(acc, w, x_KT, MULTIPLY: tl.constexpr):
     """acc + w x: an fp32 weight is the sum of three bf16, `x` is bf16, so products are exact."""
     high = w.to(tl.bfloat16)
@@ -65,9 +76,7 @@ def moe_score(
         w = tl.load(w_at, mask=known & (k < M)[None, :], other=0.0)  # no kernel writes these
         if WIDTH > BK:
             w2 = tl.load(w_at + BK, mask=known & (BK + k < M)[None, :], other=0.0)
-        if EARLY:
-            gdc_wait()
-            gdc_launch_dependents()
+        _begin(EARLY)
         x_KT = tl.load(x_at, mask=live & (k < M)[None, :], other=0.0).T.to(MULTIPLY)
         if WIDTH > BK:
             x2_KT = tl.load(x_at + BK, mask=live & (BK + k < M)[None, :], other=0.0).T.to(MULTIPLY)
@@ -75,9 +84,7 @@ def moe_score(
         if WIDTH > BK:
             total = _add_exact(total, w2, x2_KT, MULTIPLY)
     else:
-        if EARLY:
-            gdc_wait()
-            gdc_launch_dependents()
+        _begin(EARLY)
         acc = tl.zeros([XP, BT], tl.float32)
         for k0 in range(0, WIDTH, BK):
             inside = (k0 + k < M)[None, :]
@@ -108,9 +115,7 @@ def moe_choose(
     t = tl.program_id(0)
     known = x < num_experts
     extra = tl.load(bias + x, mask=known, other=0.0)
-    if EARLY:
-        gdc_wait()
-        gdc_launch_dependents()
+    _begin(EARLY)
     logits = tl.zeros([XP], tl.float32)
     for j in tl.static_range(SPANS):
         at = part + (j * tokens + t).to(tl.int64) * num_experts + x
@@ -143,47 +148,47 @@ def moe_choose(
 
 
 @triton.jit
-def _lay(blocks, counts, num_experts, max_blocks, cap, BT: tl.constexpr, XP: tl.constexpr):
+def _lay(
+    blocks, counts, num_experts, max_blocks, cap, first,
+    LAID: tl.constexpr, BT: tl.constexpr, XP: tl.constexpr,
+):  # fmt: skip
+    """The records of LAID blocks from `first` on; with the first of all, the last record."""
     x = tl.arange(0, XP)
     count = tl.load(counts + x, mask=x < num_experts, other=0)
     stop = tl.cumsum((count + BT - 1) // BT, 0)
-    for first in range(0, max_blocks, 64):
-        b = first + tl.arange(0, 64)
-        beyond = (stop[None, :] <= b[:, None]).to(tl.int32)  # experts that end before the block
-        expert = tl.sum(beyond, 1)
-        begin = tl.max(beyond * stop[None, :], 1)
-        rows = tl.sum(tl.where(expert[:, None] == x[None, :], count[None, :], 0), 1)
-        done = (b - begin) * BT
-        record = blocks + b * FIELDS
-        tl.store(record, tl.where(expert < num_experts, expert, -1), mask=b < max_blocks)
-        tl.store(record + 1, expert * cap + done, mask=b < max_blocks)
-        tl.store(record + 2, tl.minimum(rows - done, BT), mask=b < max_blocks)
-    tl.store(blocks + max_blocks * FIELDS, tl.max(stop, 0))
+    b = first + tl.arange(0, LAID)
+    beyond = (stop[None, :] <= b[:, None]).to(tl.int32)  # experts that end before the block
+    expert = tl.sum(beyond, 1)
+    begin = tl.max(beyond * stop[None, :], 1)
+    rows = tl.sum(tl.where(expert[:, None] == x[None, :], count[None, :], 0), 1)
+    done = (b - begin) * BT
+    record = blocks + b * FIELDS
+    tl.store(record, tl.where(expert < num_experts, expert, -1), mask=b < max_blocks)
+    tl.store(record + 1, expert * cap + done, mask=b < max_blocks)
+    tl.store(record + 2, tl.minimum(rows - done, BT), mask=b < max_blocks)
+    if first == 0:
+        tl.store(blocks + max_blocks * FIELDS, tl.max(stop, 0))
 
 
 @triton.jit(do_not_specialize=SIZES)
 def moe_lay(
     blocks, counts, num_experts, max_blocks, cap,
-    BT: tl.constexpr, XP: tl.constexpr, EARLY: tl.constexpr,
+    LAID: tl.constexpr, BT: tl.constexpr, XP: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """One program: which rows are whose block."""
-    if EARLY:
-        gdc_wait()
-        gdc_launch_dependents()
-    _lay(blocks, counts, num_experts, max_blocks, cap, BT, XP)
+    """Which rows are whose block: LAID blocks a program."""
+    _begin(EARLY)
+    _lay(blocks, counts, num_experts, max_blocks, cap, tl.program_id(0) * LAID, LAID, BT, XP)
 
 
 @triton.jit(do_not_specialize=SIZES)
 def moe_scatter(
     rows, blocks, counts, ids, slots, num_experts, max_blocks, cap,
-    SHARE: tl.constexpr, CHUNK: tl.constexpr, BT: tl.constexpr, XP: tl.constexpr,
-    ALONE: tl.constexpr, EARLY: tl.constexpr,
+    SHARE: tl.constexpr, CHUNK: tl.constexpr, LAID: tl.constexpr, BT: tl.constexpr,
+    XP: tl.constexpr, ALONE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Program i gives its SHARE slots rows of their experts, CHUNK at once; `counts` are 0 before.
     ALONE: the one program sets them to 0 itself, and lays the blocks."""
-    if EARLY:
-        gdc_wait()
-        gdc_launch_dependents()
+    _begin(EARLY)
     if ALONE:
         tl.store(counts + tl.arange(0, XP), tl.zeros([XP], tl.int32))
         tl.debug_barrier()
@@ -196,7 +201,8 @@ def moe_scatter(
         tl.store(rows + expert * cap + taken, slot, mask=known & (taken < cap))
     if ALONE:
         tl.debug_barrier()
-        _lay(blocks, counts, num_experts, max_blocks, cap, BT, XP)
+        for first in range(0, max_blocks, LAID):
+            _lay(blocks, counts, num_experts, max_blocks, cap, first, LAID, BT, XP)
 
 
 @triton.jit
@@ -289,10 +295,7 @@ def _up_tile(
     at = act + row.to(tl.int64)[:, None] * INNER + n[None, :]
     if SWAP:
         value = value.T
-    if INNER % BN == 0:
-        tl.store(at, value)
-    else:
-        tl.store(at, value, mask=(n < INNER)[None, :])
+    tl.store(at, value, mask=live[:, None] & (n < INNER)[None, :])
 
 
 @triton.jit
@@ -305,6 +308,7 @@ def _down_tile(
     n0 = tile * BN
     k = tl.arange(0, BK)
     row = row0 + tl.arange(0, BT)
+    live = (slot < slots)[:, None]
     if not SORTED:
         act_at = act + row.to(tl.int64)[:, None] * INNER + k[None, :]
     acc = tl.zeros([BN, BT] if SWAP else [BT, BN], tl.float32)
@@ -312,9 +316,9 @@ def _down_tile(
         if SORTED:
             act_TK = act.load([row0, k0])
         elif INNER % BK == 0:
-            act_TK = tl.load(act_at + k0)
+            act_TK = tl.load(act_at + k0, mask=live, other=0.0)
         else:
-            act_TK = tl.load(act_at + k0, mask=(k0 + k < INNER)[None, :], other=0.0)
+            act_TK = tl.load(act_at + k0, mask=live & (k0 + k < INNER)[None, :], other=0.0)
         down_NK = down.load([expert * M + n0, k0])
         if SWAP:
             acc = tl.dot(down_NK, act_TK.T, acc)
@@ -325,7 +329,7 @@ def _down_tile(
         value = value.T
     n = n0 + tl.arange(0, BN)
     at = part + slot.to(tl.int64)[:, None] * M + n[None, :]
-    tl.store(at, value, mask=(slot < slots)[:, None] & (n < M)[None, :])
+    tl.store(at, value, mask=live & (n < M)[None, :])
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -339,9 +343,7 @@ def moe_up(
     """x [T, M] to act [blocks * BT, I]; `gate_up` is a descriptor of [BN, BK] boxes (PAIRED: of
     [1, 2, BN, BK] boxes of [X, 2, I, M]). Programs are numbered by block, then by channels. HALVES:
     a block that is at most half full takes half a tile."""
-    if EARLY:
-        gdc_wait()
-        gdc_launch_dependents()
+    _begin(EARLY)
     tiles: tl.constexpr = (INNER + BN - 1) // BN
     HALF: tl.constexpr = BT // 2
     block = tl.program_id(0) // tiles
@@ -374,9 +376,7 @@ def moe_down(
     """As `moe_up`, from act [blocks * BT, I] to part [S, M]. SORTED: `act` and `act_half` are
     descriptors of whole and half blocks of rows. PROGRAMS 0: one tile a program, else so many
     programs share them, in one loop (FLAT) or two."""
-    if EARLY:
-        gdc_wait()
-        gdc_launch_dependents()
+    _begin(EARLY)
     tiles: tl.constexpr = (M + BN - 1) // BN
     HALF: tl.constexpr = BT // 2
     if PROGRAMS == 0:
@@ -414,9 +414,7 @@ def moe_join(
 ):  # fmt: skip
     """out[t, n] = sum over k of weights[t, k] * part[t * K + k, n] for the BN channels of program
     (t, j); a choice that is nobody's adds nothing, whatever `part` holds there."""
-    if EARLY:
-        gdc_wait()
-        gdc_launch_dependents()
+    _begin(EARLY)
     token = tl.program_id(0).to(tl.int64)
     n = tl.program_id(1) * BN + tl.arange(0, BN)
     k = tl.arange(0, KP)

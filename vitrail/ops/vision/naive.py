@@ -20,11 +20,13 @@ MENDS = False
 
 class Grids(NamedTuple):
     """(height, width) in patches of packed sequences, row-major, one after another. `ints`: int32
-    on the device, [prefix sums of their patches | their sides]. `num_patches` in all."""
+    on the device, [prefix sums of their patches | their sides]. `num_patches` in all. `any_sizes`:
+    what is launched is captured, and serves whatever sizes `ints` has then, as many patches."""
 
     sizes: tuple[tuple[int, int], ...]
     ints: Int[Tensor, "I"]
     num_patches: int
+    any_sizes: bool = False
 
     @classmethod
     def of(cls, sizes: Sequence[tuple[int, int]], device: torch.device) -> "Grids":
