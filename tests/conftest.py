@@ -2,6 +2,7 @@
 Triton kernels run in its interpreter where there is no GPU."""
 
 import os
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from jaxtyping import install_import_hook
@@ -60,6 +61,30 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(no_gpu)
         if item.get_closest_marker("nightly") and not config.getoption("--nightly"):
             item.add_marker(no_night)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def capsule_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Where failed steps of this session leave capsules: the night's folder, if it gave one."""
+    with pytest.MonkeyPatch.context() as patch:
+        if "VITRAIL_CAPSULES" not in os.environ:
+            patch.setenv("VITRAIL_CAPSULES", str(tmp_path_factory.mktemp("capsules")))
+        yield Path(os.environ["VITRAIL_CAPSULES"])
+
+
+@pytest.fixture(autouse=True)
+def capsules(
+    capsule_folder: Path, record_property: Callable[[str, object], None]
+) -> Iterator[Callable[[], list[Path]]]:
+    """Capsules that this test's steps left, by call; the last is in the test's report."""
+    before = set(capsule_folder.glob("*.json"))
+
+    def made() -> list[Path]:
+        return sorted(set(capsule_folder.glob("*.json")) - before)
+
+    yield made
+    if found := made():
+        record_property("capsule", str(found[-1]))
 
 
 @pytest.fixture(autouse=True, scope="session")

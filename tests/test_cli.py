@@ -115,6 +115,7 @@ def test_the_flags_are_frozen():
     """A new flag is a decision: it is written here too."""
     commands = commands_of(parser())
     assert flags_of(commands.pop("nightly")) == NIGHTLY
+    assert flags_of(commands.pop("repro")) == {"--model", "--shrink", "--script", "--minutes"}
     bench = commands_of(commands.pop("bench"))
     assert set(commands) == set(FLAGS)
     for name, command in commands.items():

@@ -18,6 +18,8 @@ TORCH_FREE = (
     *(f"vitrail.models.{m}" for m in ("assets", "checkpoint", "gguf", "reading", "registry")),
     *(f"vitrail.bench.{m}" for m in ("flags", "serve", "workload")),
     *(f"vitrail.nightly.{p.stem}" for p in sorted((PACKAGE / "nightly").glob("[a-z]*.py"))),
+    "vitrail.repro.capsule",
+    *(f"vitrail.repro.{m}" for m in ("kernel_script", "kernel_source")),
     "vitrail.models.kimi_vl.processor",
     "vitrail.ops.resize.taps",
     "vitrail.models.nvila.processor",
@@ -25,7 +27,10 @@ TORCH_FREE = (
     *(f"vitrail.vision.video_{m}" for m in ("container", "process", "worker")),
     *(
         f"vitrail.attention.{m}"
-        for m in ("shape", "tiles", "legality", "fa4", "plan", "installed", "decode_spec")
+        for m in (
+            *("shape", "tiles", "legality", "fa4", "plan", "fault", "installed"),
+            *("decode_spec", "warm"),
+        )
     ),
     *(f"vitrail.weights.{m}" for m in ("gguf", "mapping", "sharding", "headers", "layout", "plan")),
     *(
@@ -35,7 +40,9 @@ TORCH_FREE = (
     *(
         f"vitrail.engine.{m}"
         for m in (
+            "ahead",
             "answer",
+            "capsule",
             "client",
             "conversation",
             "floors",

@@ -1,6 +1,6 @@
-"""The command line: `vitrail serve | generate | chat | check | bench | nightly`. Engine flags
-are generated from `EngineConfig`; `tests/test_cli.py` freezes the list. Heavy rooms are imported by
-the command that needs them, so that `--help` and bad flags answer at once."""
+"""The command line: `vitrail serve | generate | chat | check | bench | nightly | repro`. Engine
+flags are generated from `EngineConfig`; `tests/test_cli.py` freezes the list. Heavy rooms are
+imported by the command that needs them, so that `--help` and bad flags answer at once."""
 
 import argparse
 import logging
@@ -17,6 +17,7 @@ from vitrail.config.engine import EngineConfig
 from vitrail.config.env import read_env
 from vitrail.config.finding import Refused
 from vitrail.nightly.flags import add_nightly
+from vitrail.repro.flags import add_repro
 
 DEMO = Path(__file__).parent / "demo"
 DEMO_PICTURE = DEMO / "picture.png"
@@ -71,6 +72,7 @@ def parser() -> argparse.ArgumentParser:
     bench = commands.add_parser("bench", help="measure a server, an engine, a vision tower")
     add_bench(bench, EngineChoices(add=add_engine_flags, read=engine_config))
     add_nightly(commands.add_parser("nightly", help="run the night's tests, and say what failed"))
+    add_repro(commands.add_parser("repro", help="a failed step again, from what it left behind"))
     return top
 
 

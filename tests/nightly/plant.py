@@ -1,108 +1,97 @@
-"""Faults to find, planted in a process of tests and nowhere else:
+"""Faults to find, planted in a copy of the checkout: a commit on top of it, which a night runs as
+it runs any other. Nothing that reads the copy knows of planting.
 
-    vitrail nightly --suite soak -- -p tests.nightly.plant --plant=leak
+    python -m tests.nightly.plant leak FOLDER      # then: vitrail nightly --root FOLDER"""
 
-A plugin of pytest: it patches the package as it is imported there, before the first test is. The
-package knows nothing of it."""
-
+import shutil
 import subprocess
 import sys
-import time
-from collections.abc import Callable
+from pathlib import Path
 
-import pytest
-
-KEPT: list[bytearray] = []
-
-
-def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--plant", choices=sorted(PLANTS), help="the fault that this process has")
-
-
-def pytest_sessionstart(session: pytest.Session) -> None:
-    """After the suite's own switches, before test modules import what is patched."""
-    PLANTS[session.config.getoption("--plant")]()
-
-
-def tile() -> None:
-    """The loader's rows of FlashAttention-4's tiles, rounded down: 64 keys to 128 threads."""
-    from types import MappingProxyType
-
-    from vitrail.attention import plan
-
-    backend = plan.KERNEL_BACKENDS["fa4"]
-
-    def rounded_down(f):
-        c = backend.choose(f)
-        rows = c.tile_n // c.loader_threads if c.loader_threads else c.rows_per_thread
-        return c._replace(rows_per_thread=rows)
-
-    faulty = backend._replace(choose=rounded_down)
-    plan.KERNEL_BACKENDS = MappingProxyType({**plan.KERNEL_BACKENDS, "fa4": faulty})
-
-
-def leak() -> None:
-    """64 KiB kept of every step."""
-    from vitrail.engine.engine import Engine
-
-    step = Engine.step
-
-    def leaky_step(self):
-        KEPT.append(bytearray(b"x" * (64 << 10)))
-        return step(self)
-
-    Engine.step = leaky_step
-
-
-def slow() -> None:
-    """20 ms more for every schedule."""
-    from vitrail.engine.scheduler import Scheduler
-
-    schedule = Scheduler.schedule
-
-    def slow_schedule(self):
-        time.sleep(0.02)
-        return schedule(self)
-
-    Scheduler.schedule = slow_schedule
-
-
-def hang() -> None:
-    """A step that waits for a process, in a session of its own, that never ends."""
-    from vitrail.engine.runner import Runner
-
-    def launch(self, plan, inputs):
-        forever = [sys.executable, "-c", "import time; time.sleep(100000)"]
-        subprocess.run(forever, start_new_session=True)
-
-    Runner.launch = launch
-
-
-def rope() -> None:
-    """Positions turn half as fast again as they should."""
-    from vitrail.ops.rope import naive
-
-    frequencies = naive._frequencies
-    naive._frequencies = lambda *args: frequencies(*args) * 1.5
-
-
-def weight() -> None:
-    """One tensor of every checkpoint has another name."""
-    from dataclasses import replace
-
-    from vitrail.weights import headers
-
-    read = headers.read
-
-    def renamed(*args):
-        found = read(*args)
-        tensors = dict(found.tensors)
-        tensors["planted.renamed.weight"] = tensors.pop(sorted(tensors)[0])
-        return replace(found, tensors=tensors)
-
-    headers.read = renamed
-
-
-PLANTS: dict[str, Callable[[], None]] = {
-    f.__name__: f for f in (tile, leak, slow, hang, rope, weight)
+ROOT = Path(__file__).parents[2]
+PARTS = ("vitrail", "tests", "bench", "demo", "pyproject.toml", "README.md", "LICENSE")
+WAIT = (
+    "import subprocess, sys; forever = [sys.executable, '-c', 'import time; time.sleep(100000)']; "
+    "subprocess.run(forever, start_new_session=True)"
+)
+# name -> file, what stands there once, what stands there instead
+PLANTS: dict[str, tuple[str, str, str]] = {
+    # the loader's rows of FlashAttention-4's tiles, rounded down: 64 keys to 128 threads
+    "tile": (
+        "vitrail/attention/fa4.py",
+        "        ceil_div(tile_n, loaders),\n",
+        "        tile_n // loaders,\n",
+    ),
+    # 64 KiB kept of every step
+    "leak": (
+        "vitrail/engine/engine.py",
+        "        planned = self.scheduler.schedule()\n",
+        "        self.__dict__.setdefault('kept', []).append(bytearray(b'x' * (64 << 10)))\n"
+        "        planned = self.scheduler.schedule()\n",
+    ),
+    # 20 ms more for every schedule
+    "slow": (
+        "vitrail/engine/scheduler.py",
+        "        step = _Step(tokens=self._limits.max_step_tokens)\n",
+        "        __import__('time').sleep(0.02)\n"
+        "        step = _Step(tokens=self._limits.max_step_tokens)\n",
+    ),
+    # a step that waits for a process, in a session of its own, that never ends
+    "hang": (
+        "vitrail/engine/runner.py",
+        "        p.sampler.setup(inputs.setups)\n",
+        f"        {WAIT}\n        p.sampler.setup(inputs.setups)\n",
+    ),
+    # positions turn half as fast again as they should
+    "rope": (
+        "vitrail/ops/rope/naive.py",
+        "    return 1.0 / theta**exponents\n",
+        "    return 1.5 / theta**exponents\n",
+    ),
+    # one row of a model's map names another tensor
+    "weight": (
+        "vitrail/models/deepseek_v3.py",
+        'Copy(f"{published}lm_head.weight"',
+        'Copy(f"{published}lm_head.renamed"',
+    ),
+    # a block of channels that is no power of two
+    "block": (
+        "vitrail/ops/norm/triton.py",
+        "    block = triton.next_power_of_2(channels)\n",
+        "    block = channels\n",
+    ),
 }
+
+
+def plant(name: str, out: Path) -> Path:
+    """A repository in `out` of two commits: the checkout as it is, then with the fault."""
+    out.mkdir(parents=True)
+    skipped = shutil.ignore_patterns("__pycache__", "*.pyc")
+    for part in PARTS:
+        if (ROOT / part).is_dir():
+            shutil.copytree(ROOT / part, out / part, ignore=skipped)
+        else:
+            shutil.copy(ROOT / part, out / part)
+    git(out, "init", "-q")
+    commit(out, "as it is")
+    file, old, new = PLANTS[name]
+    text = (out / file).read_text()
+    assert text.count(old) == 1, f"{file} has {old!r} {text.count(old)} times"
+    (out / file).write_text(text.replace(old, new))
+    commit(out, f"planted: {name}")
+    return out
+
+
+def commit(folder: Path, message: str) -> None:
+    git(folder, "add", "-A")
+    who = ("-c", "user.name=night", "-c", "user.email=night@localhost")
+    git(folder, *who, "commit", "-q", "-m", message)
+
+
+def git(folder: Path, *words: str) -> str:
+    done = subprocess.run(["git", *words], cwd=folder, capture_output=True, text=True, check=True)
+    return done.stdout
+
+
+if __name__ == "__main__":
+    plant(sys.argv[1], Path(sys.argv[2]))

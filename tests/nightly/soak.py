@@ -9,6 +9,8 @@ from types import ModuleType
 
 import pytest
 
+import vitrail
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -65,8 +67,10 @@ def keeper() -> str:
     churned(module, 0.5, {"running": 8, "cache_mb": 4})
     tracemalloc.stop()
     kept = snapshots[-1].compare_to(snapshots[len(snapshots) // 2], "lineno")
-    ours = [s for s in kept if str(ROOT) in s.traceback[0].filename and s.size_diff > 0]
-    if not ours:
-        return "nothing of Python's"
-    at = ours[0].traceback[0]
-    return f"{Path(at.filename).relative_to(ROOT)}:{at.lineno} ({ours[0].size_diff / 1e6:.1f} MB)"
+    package = Path(vitrail.__file__).parents[1]  # it may be installed elsewhere
+    for grown in (k for k in kept if k.size_diff > 0):
+        at, path = grown.traceback[0], Path(grown.traceback[0].filename)
+        for root in (ROOT, package):
+            if path.is_relative_to(root) and "site-packages" not in path.relative_to(root).parts:
+                return f"{path.relative_to(root)}:{at.lineno} ({grown.size_diff / 1e6:.1f} MB)"
+    return "nothing of Python's"

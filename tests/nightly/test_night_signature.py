@@ -5,8 +5,9 @@ import re
 
 import pytest
 
+from vitrail.config.cause import Cause, normalised, trimmed
 from vitrail.nightly.records import Attempt, Case
-from vitrail.nightly.signature import Cause, cause_of_attempt, cause_of_case, normalised, trimmed
+from vitrail.nightly.signature import cause_of_attempt, cause_of_case
 
 PYTEST = """Traceback (most recent call last):
   File "/tmp/venv/lib/python3.11/site-packages/_pytest/runner.py", line 353, in from_call

@@ -1,76 +1,117 @@
 """The night finds what is planted in it (`plant.py`): each kind of fault is named in the digest,
-with its kind and where it lies. Whole nights of the demo model: minutes each, so of the night
-itself."""
+with its kind, where it lies and one file. That file fails alone in a new environment, and passes
+with the fault gone: with `--fixed`, or with the commit before. Whole nights of the demo model:
+minutes each, so of the night itself."""
 
+import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests.nightly import fresh
+from tests.nightly.plant import git, plant
 from vitrail.nightly.records import Night, load
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(0)]
 ROOT = Path(__file__).parents[2]
+ENGINE = ["vitrail", "pytest", "pytest-timeout", "beartype", "hypothesis"]
 
 
-def nightly(out: Path, *flags: str, plant: str = "") -> tuple[int, str, Night]:
+def nightly(root: Path, out: Path, *flags: str) -> tuple[int, str, Night]:
     """Exit code, digest and results of one call."""
-    command = [sys.executable, "-m", "vitrail.cli", "nightly", "--out", str(out), *flags]
-    planted = ["--", "-p", "tests.nightly.plant", f"--plant={plant}"] if plant else []
-    done = subprocess.run([*command, *planted], cwd=ROOT, capture_output=True, text=True)
+    command = [sys.executable, "-m", "vitrail.cli", "nightly", f"--root={root}", f"--out={out}"]
+    done = subprocess.run([*command, *flags], cwd=ROOT, capture_output=True, text=True)
     assert (out / "digest.html").exists(), done.stderr
     return done.returncode, (out / "digest.md").read_text(), load(out / "results.json")
 
 
-def finds(out: Path, plant: str, jobs: list[str], said: list[str], *, before: bool = False):
-    """Without the fault green; with it red, and new against the night without."""
-    only = [f"--only={job}" for job in jobs]
+def finds(folder: Path, name: str, jobs: list[str], said: list[str], *, before: bool = False):
+    """Red, and new against the night before where there is one, which is green. Returns the
+    scripts that the digest names, and the checkout."""
+    root, only = plant(name, folder / "root"), [f"--only={job}" for job in jobs]
     against: list[str] = []
     if before:
-        code, text, _ = nightly(out / "clean", *only)
+        git(root, "checkout", "-q", "HEAD~1")
+        code, text, _ = nightly(root, folder / "before", *only)
         assert code == 0, text
-        against = [f"--against={out / 'clean' / 'results.json'}"]
-    code, text, _ = nightly(out / plant, *only, *against, plant=plant)
+        git(root, "checkout", "-q", "-")
+        against = [f"--against={folder / 'before' / 'results.json'}"]
+    code, text, _ = nightly(root, folder / "night", *only, *against)
+    print(text)
     assert code == 1
     assert "## New" in text
     for part in said:
-        assert part in text, text
-    print(text)
+        assert part in text
+    told = re.findall(r"one-file repro: `(.*?)`$", text, re.M)
+    scripts = [found[1] for line in told if (found := re.match(r"(\S+\.py): fails alone", line))]
+    assert len(scripts) == len(told), told
+    return [Path(script) for script in scripts], root
 
 
-@pytest.mark.suite("faults", minutes=2, owner="nightly")
+def fails_alone_until_the_commit_before(scripts: list[Path], root: Path, folder: Path):
+    """Each script, by itself in an empty folder, in an environment with the package of each of the
+    two commits."""
+    python = fresh.make(folder / "venv", ENGINE, package=root)
+    (folder / "alone").mkdir()
+    for script in scripts:
+        path = Path(shutil.copy(script, folder / "alone"))
+        done = fresh.run(python, path)
+        print(done.stdout)
+        assert done.returncode == 1, done.stdout + done.stderr
+        git(root, "checkout", "-q", "HEAD~1")
+        done = fresh.run(python, path)
+        assert done.returncode == 0, done.stdout + done.stderr
+        git(root, "checkout", "-q", "-")
+
+
+@pytest.mark.suite("faults", minutes=3, owner="nightly")
 def test_a_tile_of_zero_rows(tmp_path: Path):
     said = ["0 rows for each of 128 loader threads of a tile of 64 keys", "crash: Refused"]
-    finds(tmp_path, "tile", ["test_demo_kernels.py"], said, before=True)
+    scripts, _ = finds(tmp_path, "tile", ["test_demo_kernels.py"], said, before=True)
+    python = fresh.make(tmp_path / "venv", [])
+    for script in scripts:
+        assert "vitrail" not in re.sub(r"#.*", "", script.read_text())
+        path = Path(shutil.copy(script, tmp_path))
+        done = fresh.run(python, path)
+        assert done.returncode == 1, done.stdout + done.stderr
+        assert "rows_per_thread = 0" in done.stdout
+        assert fresh.run(python, path, "--fixed").returncode == 0
 
 
-@pytest.mark.suite("faults", minutes=4, owner="nightly")
+@pytest.mark.suite("faults", minutes=6, owner="nightly")
 def test_a_wrong_rope(tmp_path: Path):
     jobs = ["tests/ops/test_rope.py", "tests/models/test_kimi_vl_parity.py"]
     said = ["numerics: AssertionError", "tests/ops/test_rope.py:test_"]
-    finds(tmp_path, "rope", jobs, said)
+    scripts, root = finds(tmp_path, "rope", jobs, said)
+    fails_alone_until_the_commit_before(scripts, root, tmp_path)
 
 
-@pytest.mark.suite("faults", minutes=2, owner="nightly")
+@pytest.mark.suite("faults", minutes=3, owner="nightly")
 def test_a_renamed_weight(tmp_path: Path):
-    said = ["planted.renamed.weight", "cause: `vitrail/", "crash: Refused"]
-    finds(tmp_path, "weight", ["test_the_demo_model_s_choices"], said)
+    said = ["lm_head.renamed", "cause: `vitrail/", "crash: Refused"]
+    scripts, root = finds(tmp_path, "weight", ["test_the_demo_model_s_choices"], said)
+    fails_alone_until_the_commit_before(scripts, root, tmp_path)
 
 
-@pytest.mark.suite("faults", minutes=6, owner="nightly")
+@pytest.mark.suite("faults", minutes=15, owner="nightly")
 def test_a_hang(tmp_path: Path):
-    said = ["hang: no end within its limit", "cause: `vitrail/engine/engine.py:_launch`"]
-    finds(tmp_path, "hang", ["test_the_demo_model_s_choices"], said)
+    said = ["hang: no end within its limit", "cause: `vitrail/engine/runner.py:launch`"]
+    scripts, root = finds(tmp_path, "hang", ["test_the_demo_model_s_choices"], said)
+    fails_alone_until_the_commit_before(scripts, root, tmp_path)
 
 
-@pytest.mark.suite("faults", minutes=6, owner="nightly")
+@pytest.mark.suite("faults", minutes=12, owner="nightly")
 def test_a_slow_step(tmp_path: Path):
     said = ["speed: slower: demo, cpu: Scheduler.schedule", "times what it took"]
-    finds(tmp_path, "slow", ["test_demo_speed.py"], said, before=True)
+    scripts, root = finds(tmp_path, "slow", ["test_demo_speed.py"], said, before=True)
+    fails_alone_until_the_commit_before(scripts, root, tmp_path)
 
 
-@pytest.mark.suite("faults", minutes=8, owner="nightly")
+@pytest.mark.suite("faults", minutes=20, owner="nightly")
 def test_a_leak(tmp_path: Path):
-    said = ["memory: AssertionError: memory grew, kept by tests/nightly/plant.py"]
-    finds(tmp_path, "leak", ["test_demo_soak.py"], said, before=True)
+    said = ["memory: AssertionError: memory grew, kept by vitrail/engine/engine.py"]
+    scripts, root = finds(tmp_path, "leak", ["test_demo_soak.py"], said, before=True)
+    fails_alone_until_the_commit_before(scripts, root, tmp_path)

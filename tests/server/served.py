@@ -18,6 +18,7 @@ PICTURES = Path(__file__).parents[1] / "cases" / "images"
 SMALL = ("--device", "cpu", "--dtype", "float32", "--page-size", "16", "--max-running", "16")
 POOL = ("--kv-cache-bytes", str(8 << 20), "--max-step-tokens", "256")
 HTTP_KINDS = ("granian", "uvicorn")
+NOT_KEPT = ("VITRAIL_LOG", "VITRAIL_API_KEY")
 
 
 def free_port() -> int:
@@ -38,7 +39,7 @@ def wait_for_port(port: int) -> None:
 
 def environment(**more: str) -> dict[str, str]:
     """This process's, with one thread for the engine."""
-    kept = {k: v for k, v in os.environ.items() if not k.startswith("VITRAIL_")}
+    kept = {k: v for k, v in os.environ.items() if k not in NOT_KEPT}
     return kept | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"} | more
 
 

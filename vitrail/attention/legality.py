@@ -51,7 +51,12 @@ def finding(rule: Rule, shape: AttentionShape, backend: str, f: Facts, c: Choice
         rule=rule.rule,
         change=rule.change.format(f=f, c=c),
         code=f"attention_{rule.name}",
+        evidence=(backend, _ints(f), _ints(c)),
     )
+
+
+def _ints(numbers: Facts | Choice) -> dict[str, int]:
+    return {name: int(value) for name, value in numbers._asdict().items()}
 
 
 def _box_rows(f: Facts, c: Choice) -> Num:

@@ -3,21 +3,24 @@
 
 import os
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from vitrail.config.finding import Finding, Refused
 
-NAMES = ("VITRAIL_LOG", "VITRAIL_API_KEY")
+NAMES = ("VITRAIL_LOG", "VITRAIL_API_KEY", "VITRAIL_CAPSULES")
 LogLevel = Literal["debug", "info", "warning", "error"]
 _LEVELS: tuple[LogLevel, ...] = ("debug", "info", "warning", "error")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Env:
-    """`log`: log level; `api_key`: required bearer key of the server, if set."""
+    """`log`: log level; `api_key`: required bearer key of the server, if set; `capsules`: the
+    folder for capsules of failed steps, None for none ("off")."""
 
     log: LogLevel
     api_key: str | None
+    capsules: Path | None
 
 
 def read_env() -> Env:
@@ -42,4 +45,21 @@ def read_env() -> Env:
                 change="set a key or unset the variable",
             )
         )
-    return Env(log=log, api_key=key)
+    return Env(log=log, api_key=key, capsules=_capsules(os.environ.get("VITRAIL_CAPSULES")))
+
+
+def _capsules(text: str | None) -> Path | None:
+    """The folder; unset: one in the user's home, if there is one."""
+    if text is None:
+        home = Path("~").expanduser()
+        return home / ".local" / "state" / "vitrail" / "capsules" if home.is_absolute() else None
+    if not text:
+        raise Refused(
+            Finding(
+                where="VITRAIL_CAPSULES",
+                saw="an empty name",
+                rule="a folder, or off",
+                change="set it to one of these or unset it",
+            )
+        )
+    return None if text == "off" else Path(text)

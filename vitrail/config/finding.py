@@ -3,19 +3,20 @@
 Plans return findings; an edge (HTTP, command line, offline API) turns them into an error. The
 sentence is written once, where the rule lives."""
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Literal, TypeVar, cast
 
 Severity = Literal["error", "warning"]
 T = TypeVar("T")
+_TEXTS = ("where", "saw", "rule", "change")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
     """One reason. `where` names the field, tensor or file; `saw` what was asked, with its numbers;
     `rule` what must hold; `change` what to do about it. `code` is a stable machine-readable
-    word."""
+    word. `evidence`: the backend, facts and choice that a planner's rule was held to."""
 
     where: str
     saw: str
@@ -23,9 +24,26 @@ class Finding:
     change: str
     code: str = "invalid_value"
     severity: Severity = "error"
+    evidence: tuple[str, Mapping[str, int], Mapping[str, int]] | None = field(
+        default=None, compare=False, repr=False
+    )
+
+    def __post_init__(self) -> None:
+        # words of files and requests are quoted, and some would steer a terminal
+        texts = (self.where, self.saw, self.rule, self.change)
+        if not all(map(str.isprintable, texts)):
+            for name, text in zip(_TEXTS, texts, strict=True):
+                object.__setattr__(self, name, printable(text))
 
     def __str__(self) -> str:
         return f"{self.where}: {self.saw}. Rule: {self.rule}. Change: {self.change}."
+
+
+def printable(text: str) -> str:
+    """`text` with what no terminal should be sent, or what is no character, spelled out."""
+    return "".join(
+        c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in text
+    )
 
 
 class Refused(ValueError):

@@ -137,7 +137,7 @@ class BatchBuilder:
         self.table = torch.zeros((max_running + 1, max_pages), dtype=torch.int32, device=device)
         self.last_tokens = torch.zeros(max_running + 1, dtype=torch.int64, device=device)
         self._table = np.zeros((max_running, max_pages), dtype=np.int32)
-        self._sites = tuple(sites)
+        self.sites = tuple(sites)
 
     def pack(self, plan: StepPlan, inputs: StepInputs, plans: PlanTable, sent: Parcel) -> Packed:
         """Apply the plan's new pages to the host's table and lay the step out."""
@@ -195,6 +195,10 @@ class BatchBuilder:
         self._table.reshape(-1)[where] = new
         return where, new
 
+    def pages_of(self, slot: int, count: int) -> tuple[int, ...]:
+        """The first `count` pages of a row of the host's table."""
+        return tuple(self._table[slot, :count].tolist())
+
     def cache_slots(self, slots: np.ndarray, positions: np.ndarray) -> np.ndarray:
         """int64: page * page_size + offset of each position of a row of the tables."""
         page = positions // self.page_size
@@ -225,7 +229,7 @@ class BatchBuilder:
         lengths = Lengths(q_lens, keys, tuple(rows.starts.tolist()), True)
 
         def select(of: Phase) -> list[AttentionPlan]:
-            sites = (site for site, each in self._sites if each is of)
+            sites = (site for site, each in self.sites if each is of)
             return [plans.select(site, of, len(keys), longest) for site in sites]
 
         expanded = select(Phase.PREFILL) if phase is Phase.EXTEND else []

@@ -7,7 +7,7 @@ is its own: a batch that fails is tried again job by job, and those that fail al
 # pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false
 # pyright: reportUnknownVariableType=false
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from itertools import accumulate, chain
 
 import numpy as np
@@ -49,6 +49,8 @@ class ImageEncoder:
         self._plans = plans
         self._pool = pool
         self._device = device
+        # hears why a picture could not be encoded
+        self.told: Callable[[Exception], None] = lambda error: None
 
     def run(
         self,
@@ -84,6 +86,7 @@ class ImageEncoder:
             made = self._encode(jobs, pixels)
         except Exception as error:  # noqa: BLE001
             if len(jobs) == 1:
+                self.told(error)
                 self._pool.drop([jobs[0].entry])
                 return {jobs[0].entry: f"{type(error).__name__}: {error}"}
             failed: dict[int, str] = {}

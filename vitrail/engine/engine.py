@@ -7,6 +7,7 @@ from collections import deque
 import torch
 
 from vitrail.engine.ipc import Stats
+from vitrail.engine.recorder import Recorder
 from vitrail.engine.request import EngineRequest, Output
 from vitrail.engine.runner import Launched, Runner
 from vitrail.engine.scheduler import Scheduler
@@ -22,10 +23,18 @@ class Engine:
     def __init__(self, scheduler: Scheduler, runner: Runner, *, step_ahead: bool):
         self.scheduler = scheduler
         self._runner = runner
+        self.recorder: Recorder | None = None
         self._depth = 1 if step_ahead else 0
         self._in_flight: deque[Launched] = deque()
         self._steps = 0
         self._images_encoded = 0
+
+    def keep(self, recorder: Recorder) -> None:
+        """Have a capsule of every failure from now on."""
+        self.recorder = recorder
+        encoder = self._runner.parts.encoder
+        if encoder is not None:
+            encoder.told = recorder.failed
 
     def add(self, request: EngineRequest) -> None:
         """Queue a request. Raises `Refused` if it can never run or the queue is full."""
@@ -34,6 +43,10 @@ class Engine:
     def abort(self, request_id: str) -> Output | None:
         """End a request now; its pages are released at once. None if it is unknown or done."""
         return self.scheduler.abort(request_id)
+
+    @property
+    def runner(self) -> Runner:
+        return self._runner
 
     @property
     def idle(self) -> bool:
@@ -78,6 +91,8 @@ class Engine:
         # The isolation boundary: whatever a step raises fails that step's requests, not the
         # process.
         try:
+            if self.recorder is not None:
+                self.recorder.note(plan, inputs)
             self._in_flight.append(self._runner.launch(plan, inputs))
         except Exception as error:  # noqa: BLE001
             return self._fail(plan, error)
@@ -94,7 +109,13 @@ class Engine:
     def _fail(self, plan: StepPlan, error: Exception) -> list[Output]:
         """Absorb what was launched before the faulty step, then fail the step's requests. A fault
         of the device itself is raised: nothing that this process launches can succeed after it."""
+        if self.recorder is not None:
+            self.recorder.failed(error, plan.index)
         if isinstance(error, torch.AcceleratorError):
+            lost = sorted((plan, *(each.plan for each in self._in_flight)), key=lambda p: p.index)
+            self._in_flight.clear()
+            for each in lost:  # whoever holds this engine finds it at rest
+                self.scheduler.fail(each, str(error))
             raise error
         log.exception("step %d failed", plan.index, exc_info=error)
         outputs: list[Output] = []

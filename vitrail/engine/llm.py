@@ -16,6 +16,7 @@ from jaxtyping import Float
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from vitrail.config.engine import EngineConfig
+from vitrail.config.env import read_env
 from vitrail.config.finding import Finding, Refused
 from vitrail.engine.answer import Answer, Delta
 from vitrail.engine.build import build_engine
@@ -78,7 +79,9 @@ class LLM:
     def _start(self) -> None:
         checkpoint = open_checkpoint(self.config.model, self.config.revision)
         assets = load_assets(checkpoint)
-        self.engine, facts = build_engine(self.config, checkpoint, assets.processor)
+        self.engine, facts = build_engine(
+            self.config, checkpoint, assets.processor, capsules=read_env().capsules
+        )
         self.preparer = Preparer(self.config, checkpoint, assets, facts)
         self._names = itertools.count()
         self._busy = False

@@ -95,14 +95,17 @@ class ProfiledEngine(Engine):
     ) -> "ProfiledEngine":
         """In place of `engine`, which must be new."""
         assert engine.idle, "an engine is wrapped before it is used"
-        return cls(
+        made = cls(
             engine.scheduler,
-            engine._runner,
+            engine.runner,
             step_ahead=engine._depth > 0,
             window=window,
             shapes=shapes,
             rates=rates,
         )
+        if engine.recorder is not None:
+            made.keep(engine.recorder)
+        return made
 
     def step(self) -> list[Output]:
         if self._recorder is None and self.summary is None and self._launched >= self._window.skip:

@@ -66,6 +66,10 @@ class Runner:
         self._failed_entries: set[int] = set()
         self._last = -1
 
+    @property
+    def parts(self) -> RunnerParts:
+        return self._p
+
     @torch.inference_mode()
     def launch(self, plan: StepPlan, inputs: StepInputs) -> "Launched":
         """Run one step. The plan's sampled tokens stay on the device for the next step."""

@@ -75,9 +75,14 @@ class StepPlan(msgspec.Struct, frozen=True):
     drop_entries: tuple[int, ...]
 
     @property
+    def rows(self) -> tuple[SequenceStep, ...]:
+        """Prefills, then decodes."""
+        return (*self.prefills, *self.decodes)
+
+    @property
     def sampled(self) -> tuple[SequenceStep, ...]:
         """Sequences that get a token, in result order: prefills first."""
-        return tuple(s for s in (*self.prefills, *self.decodes) if s.sample)
+        return tuple(s for s in self.rows if s.sample)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

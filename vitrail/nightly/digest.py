@@ -97,7 +97,10 @@ def _group(group: Group) -> list[Block]:
         ("owner", ", ".join(owners)),
         ("first bad commit", group.first_bad or "not looked for"),
         ("capsule", next((s.capsule for s in group.sightings if s.capsule), "none")),
-        ("one-file repro", next((s.repro for s in group.sightings if s.repro), "none")),
+        (
+            "one-file repro",
+            group.repro or next((s.repro for s in group.sightings if s.repro), "none"),
+        ),
         ("by hand", f"python -m pytest --nightly {_quoted(tests[0])}"),
     ]
     if first.record.outcome != "failed":

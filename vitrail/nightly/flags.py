@@ -14,6 +14,9 @@ from vitrail.nightly.records import Job, JobRecord, Night
 from vitrail.nightly.register import SUITES, shards
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from vitrail.nightly.bisect import Search
     from vitrail.nightly.triage import Group, Triage
 
 
@@ -31,6 +34,7 @@ def add_nightly(command: argparse.ArgumentParser) -> None:
     add("--known", type=Path, default=FILE, help="known issues (default: the package's)")
     add("--read", type=Path, action="append", help="run nothing: results of shards; repeatable")
     add("--bisect", metavar="GOOD..BAD", help="find the commit that brought each new failure")
+    add("--repro", action=argparse.BooleanOptionalAction, default=True, help="one file a failure")
     add("--commits", type=Path, help="bisect over these instead: one a line, oldest first")
     add("--model", help="accuracy: a checkpoint besides the demo; with --questions")
     add("--questions", type=Path, help="accuracy: multiple-choice questions, JSONL")
@@ -63,6 +67,8 @@ def nightly(args: argparse.Namespace) -> int:
     args.out.mkdir(parents=True, exist_ok=True)
     save(night, args.out / "results.json")
     made = triage(night, before, issues, datetime.now(UTC).date(), root)
+    if args.repro and (made.new or made.still):
+        made = _with_repros(made, args, root, baseline)
     if args.bisect or args.commits:
         made = _bisected(made, args, root, baseline)
     blocks = page(made)
@@ -145,16 +151,39 @@ def _checkpoint(args: argparse.Namespace) -> list[str]:
     ]
 
 
-def _bisected(
+def _with_repros(
     made: "Triage", args: argparse.Namespace, root: Path, baseline: Night | None
 ) -> "Triage":
-    from vitrail.nightly.bisect import first_bad, first_bad_in_list, search_of
+    from vitrail.nightly.repro import Writer
+
+    search = _searches(args, baseline)
+    folders = [args.out, *(path.parent for path in args.read or ())]
+    write = Writer(root, args.out.resolve() / "repro", [f.resolve() for f in folders], made.night)
+
+    def told(groups: tuple["Group", ...]) -> tuple["Group", ...]:
+        repros = [write(group, search(group)) for group in groups]
+        return tuple(map(lambda g, said: msgspec.structs.replace(g, repro=said), groups, repros))
+
+    return msgspec.structs.replace(made, new=told(made.new), still=told(made.still))
+
+
+def _searches(args: argparse.Namespace, baseline: Night | None) -> "Callable[[Group], Search]":
+    from vitrail.nightly.bisect import search_of
     from vitrail.nightly.run import baseline_of, gpus_here, machine
 
     held_to, _ = baseline_of(baseline, machine(gpus_here()))
+    return lambda group: search_of(group, tuple(args.pytest), held_to)
+
+
+def _bisected(
+    made: "Triage", args: argparse.Namespace, root: Path, baseline: Night | None
+) -> "Triage":
+    from vitrail.nightly.bisect import first_bad, first_bad_in_list
+
+    search_for = _searches(args, baseline)
 
     def found(group: "Group") -> str:
-        search = search_of(group, tuple(args.pytest), held_to)
+        search = search_for(group)
         if args.commits:
             return first_bad_in_list(search, root, args.commits.read_text().split())
         return first_bad(search, root, *_range(args.bisect))

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import msgspec
 
+from vitrail.config.cause import Cause
 from vitrail.config.finding import Finding, Refused
-from vitrail.nightly.signature import Cause
 
 FILE = Path(__file__).parent / "known_issues.toml"
 

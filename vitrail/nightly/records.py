@@ -56,7 +56,8 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
 
 class Attempt(msgspec.Struct, frozen=True, kw_only=True):
     """One run of a job's process. `code` its exit code, negative a signal; `strays` are processes
-    that it left behind and that were ended; `tail` the end of its output where it went wrong."""
+    that it left behind and that were ended; `tail` the end of its output where it went wrong,
+    and `opened` "TEST<tab>FILE" then, of files of the tests (`watch`)."""
 
     outcome: Outcome
     why: str
@@ -65,6 +66,7 @@ class Attempt(msgspec.Struct, frozen=True, kw_only=True):
     cases: tuple[Case, ...] = ()
     tail: str = ""
     strays: tuple[str, ...] = ()
+    opened: tuple[str, ...] = ()
     peak_bytes: int = 0
 
 

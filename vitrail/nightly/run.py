@@ -1,7 +1,9 @@
 """Runs jobs, one after the other, each file in a process of its own under a cage with a time limit,
 and keeps what came of them. Knows nothing of causes."""
 
+import os
 import platform
+import shutil
 import subprocess
 import sys
 import time
@@ -92,23 +94,29 @@ def _recorded(
     )
 
 
-def run_once(job: Job, setting: Setting, stem: str) -> Attempt:
-    """One process: pytest on the job's file, its report read and judged."""
+def run_once(job: Job, setting: Setting, stem: str, ops: bool = False) -> Attempt:
+    """One process: pytest on the job's file, its report read and judged. `ops`: also hold ops to
+    their definitions (`watch`)."""
     setting.out.mkdir(parents=True, exist_ok=True)
-    xml, log, ended = (setting.out / f"{stem}.{end}" for end in ("xml", "log", "json"))
-    for stale in (xml, ended):
+    ends = ("xml", "log", "json", "opened")
+    xml, log, ended, opened = (setting.out / f"{stem}.{end}" for end in ends)
+    for stale in (xml, ended, opened):
         stale.unlink(missing_ok=True)
     limit_s = setting.limit_s(job)
     command = [
         *(sys.executable, "-P", cage.__file__, f"{limit_s}", str(ended)),
-        *(sys.executable, "-m", "pytest", *job.targets, "--nightly", "--tb=native"),
+        *(sys.executable, "-P", str(Path(__file__).with_name("watch.py")), str(opened)),
+        *(["--ops"] if ops else []),
+        *(*job.targets, "--nightly", "--tb=native"),
         *(f"--junitxml={xml}", "-o", "junit_family=xunit1", "-o", "junit_logging=all"),
         *("-o", "timeout=0"),
         *setting.extra,
     ]
     began = time.monotonic()
+    capsules = setting.out / f"{stem}.capsules"
+    env = {**os.environ, "VITRAIL_CAPSULES": str(capsules)}
     with log.open("wb") as out:
-        subprocess.run(command, cwd=setting.root, stdout=out, stderr=subprocess.STDOUT)
+        subprocess.run(command, cwd=setting.root, env=env, stdout=out, stderr=subprocess.STDOUT)
     report = _report(ended)
     cases = read_cases(xml) or []
     outcome, why = judge(report, None if not xml.exists() else cases, limit_s)
@@ -116,6 +124,8 @@ def run_once(job: Job, setting: Setting, stem: str) -> Attempt:
         cases = [_timed(case, setting.baseline) for case in cases]
         if any(case.outcome == "failed" for case in cases):
             outcome, why = "failed", "slower than the baseline"
+    if outcome not in BAD:
+        shutil.rmtree(capsules, ignore_errors=True)
     return Attempt(
         outcome=outcome,
         why=why,
@@ -124,6 +134,7 @@ def run_once(job: Job, setting: Setting, stem: str) -> Attempt:
         cases=tuple(cases),
         tail=log.read_text(errors="replace")[-KEPT:] if outcome in BAD else "",
         strays=report.strays if report else (),
+        opened=_lines(opened) if outcome in BAD else (),
         peak_bytes=report.peak_bytes if report else 0,
     )
 
@@ -180,6 +191,10 @@ def measured(night: Night) -> dict[str, list[float]]:
         for case in attempt.cases
         for name, logs in measures(case).items()
     }
+
+
+def _lines(path: Path) -> tuple[str, ...]:
+    return tuple(path.read_text().splitlines()) if path.exists() else ()
 
 
 def _report(path: Path) -> Report | None:

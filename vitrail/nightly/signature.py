@@ -1,94 +1,14 @@
-"""The cause in a traceback: of which kind, which error, what it says once everything that changes
-from night to night is left out, and in which frame of ours. Pure; equal causes have equal keys."""
+"""The cause of a test that failed, or of a process that did not end well, out of what it left.
+Pure; what a traceback says is `config/cause`."""
 
-import hashlib
 import itertools
 import re
-from typing import Literal, NamedTuple
 
+from vitrail.config.cause import ERROR, Cause, Frame, Kind, frames_of, ours, read
 from vitrail.nightly.records import Attempt, Case
-
-Kind = Literal["numerics", "crash", "hang", "memory", "speed", "infrastructure", "known"]
-MAX_TITLE = 300
-CARRIER = "vitrail/config/finding.py"  # where refusals are raised that were found elsewhere
-
-# `File "x.py", line 1, in f` (traceback), without the comma (faulthandler), and pytest's short form
-# of what could not be collected: `x.py:1: in f`
-FRAME = re.compile(r'^\s*(?:File "([^"\n]+)", line \d+,?|(\S+\.py):\d+:) in (\S+)', re.M)
-# a column of its own: the exception's line of a traceback, `pkg.Type: message`
-ERROR = re.compile(r"^(?:E\s+)?((?:\w+\.)*[A-Z]\w*)(?:: (.*))?$")
-CHAINED = "The above exception was the direct cause of the following exception:"
-HANDLING = "During handling of the above exception, another exception occurred:"
 
 # frames of a stack that say how a test was called
 RUNNER = re.compile(r'^\s*File "([^"\n]*/(_pytest|pluggy|jaxtyping|pytest)/|<frozen runpy>)')
-MEMORY = re.compile(r"MemoryError|out of memory|cannot allocate memory|\bgrew\b", re.I)
-LATE = re.compile(r"^(Timeout(Error|Expired)?\b|Failed: Timeout)|timed out", re.I)
-OUTSIDE = re.compile(
-    r"No space left on device|Read-only file system|Too many open files|gaierror"
-    r"|name resolution|Name or service not known|ModuleNotFoundError|cannot open shared object"
-    r"|driver version is insufficient|no CUDA-capable device",
-    re.I,
-)
-
-
-class Frame(NamedTuple):
-    file: str  # relative to the checkout where it lies in one
-    function: str
-
-    def __str__(self) -> str:
-        return f"{self.file}:{self.function}"
-
-
-def frames_of(text: str) -> list[Frame]:
-    """Every frame in the order of the text."""
-    return [Frame(_relative(m[1] or m[2]), m[3]) for m in FRAME.finditer(text)]
-
-
-class Cause(NamedTuple):
-    """`title` is what was said, cut; `frame` the innermost of ours, "" where none is."""
-
-    kind: Kind
-    title: str
-    frame: str
-    trace: str
-
-    @property
-    def signature(self) -> str:
-        """KIND TITLE @ FRAME without what changes from night to night."""
-        return f"{self.kind} {normalised(self.title)} @ {self.frame}"
-
-    @property
-    def key(self) -> str:
-        """Ten hex digits of the signature."""
-        return hashlib.sha256(self.signature.encode()).hexdigest()[:10]
-
-
-NUMBER = r"\d[\d_]*(?:,\d{3})*(?:\.\d+)*(?:[eE][-+]?\d+)?"
-# In this order: what an earlier rule leaves, a later one must not break.
-RULES: tuple[tuple[re.Pattern[str], str], ...] = (
-    (re.compile(r"\x1b\[[0-9;]*m"), ""),
-    (re.compile(r"0x[0-9a-fA-F]+"), "<address>"),
-    (re.compile(r"(?:/[^\s'\",:;)\]/]+)+/(?=(?:vitrail|tests|bench|demo)/)"), ""),
-    (re.compile(r"(?:/private)?/(?:tmp|var/folders|var/tmp)/[^\s'\",:;)\]]*"), "<tmp>"),
-    (re.compile(r"(?:/[^\s'\",:;)\]/]+)+/site-packages/"), ""),
-    (re.compile(r"\b[0-9a-fA-F]{8}(?:-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}\b"), "<id>"),
-    (re.compile(r"(?<![\w.])(?=[a-f]*\d)[0-9a-f]{7,}(?!\w)"), "<id>"),
-    (re.compile(r"\b(tmp|pytest-)[a-z0-9_]{6,}\b"), "<tmp>"),
-    # a number that stands alone or after a dash; those in names (layers.3, sm_90, int8) stay
-    (re.compile(rf"(?<![\w.])[-+]?{NUMBER}(?=$|[^\w.]|\.(?!\w))"), "<n>"),
-    (re.compile(r"(?<=\w-)\d+\b"), "<n>"),
-    (re.compile(r"<n>(?: ?(?:ms|us|µs|s|MB|GB|kB|MiB|GiB|B|%))?(?=\W|$)"), "<n>"),
-    (re.compile(r"(?:<n>(?:, |, ?\n)){2,}<n>"), "<n>, ..."),
-    (re.compile(r"\s+"), " "),
-)  # fmt: skip
-
-
-def normalised(text: str) -> str:
-    """Without addresses, numbers, temporary paths, ids and where the checkout lies."""
-    for pattern, put in RULES:
-        text = pattern.sub(put, text)
-    return text.strip()
 
 
 def cause_of_case(case: Case) -> Cause:
@@ -97,9 +17,9 @@ def cause_of_case(case: Case) -> Cause:
     if case.message.startswith("slower: "):
         name = case.message.removeprefix("slower: ").split(" takes ")[0]
         return Cause("speed", f"slower: {name}", case.id.split("[")[0], case.trace)
-    own = _read(case.trace or case.message)
+    own = read(case.trace or case.message)
     if not own.frame.startswith("vitrail/"):
-        logged = [_read(block) for block in _logged(case.said)]
+        logged = [read(block) for block in _logged(case.said)]
         inside = [cause for cause in logged if cause.frame.startswith("vitrail/")]
         if inside:
             return inside[0]._replace(trace=f"{inside[0].trace}\n\n{case.trace}")
@@ -109,107 +29,19 @@ def cause_of_case(case: Case) -> Cause:
 def cause_of_attempt(attempt: Attempt) -> Cause:
     """Of a process that hung, crashed or was lost: its stacks, if it wrote any, are in its tail."""
     stack = _dumped(attempt.tail)
-    frame = str(_ours(stack) or "")
+    frame = str(ours(stack) or "")
     shown = "\n".join(line for line in attempt.tail.splitlines() if not RUNNER.match(line))
     if attempt.outcome == "hang":
         return Cause("hang", "no end within its limit", frame, shown)
     if attempt.outcome == "lost":
-        read = _read(attempt.tail)
-        title = read.title if ERROR.match(read.title) else attempt.why
-        return Cause("infrastructure", title, read.frame, shown)
+        said = read(attempt.tail)
+        title = said.title if ERROR.match(said.title) else attempt.why
+        return Cause("infrastructure", title, said.frame, shown)
     # SIGKILL that the cage did not send is the kernel's, out of memory
     kind: Kind = "memory" if attempt.code == -9 else "crash"
     said = [line for line in attempt.tail.splitlines() if line.startswith("Fatal Python error")]
     title = said[-1] if said else f"{attempt.why}"
     return Cause(kind, title if said else title.replace(", no report", ""), frame, shown)
-
-
-def _read(trace: str) -> Cause:
-    block = _root(trace)
-    frames = frames_of(block)
-    error, message = _error(block)
-    frame = _ours(frames)
-    title = " ".join(f"{error}: {message}".split())[:MAX_TITLE] if message else error
-    raised_by_us = bool(frames) and frames[-1].file.startswith("vitrail/")
-    trace = trimmed(trace)
-    return Cause(_kind(error, f"{error}: {message}", raised_by_us), title, str(frame or ""), trace)
-
-
-def trimmed(trace: str) -> str:
-    """Without pytest's own frames above the first of ours, in each traceback of a chain."""
-    lines = trace.splitlines()
-    kept: list[str] = []
-    waiting = False
-    for line in lines:
-        frame = FRAME.match(line)
-        if line.startswith("Traceback ("):
-            waiting = True
-        elif waiting:
-            ours = frame and frames_of(line)[0].file.startswith(("vitrail/", "tests/"))
-            if line.startswith("  ") and not ours:
-                continue
-            waiting = False
-        kept.append(line)
-    return "\n".join(kept)
-
-
-def _root(trace: str) -> str:
-    """The traceback where it began: what an exception was raised from. Of one that was raised
-    while another was handled, the later: the earlier was expected."""
-    last = trace.split(HANDLING)[-1]
-    return last.split(CHAINED)[0]
-
-
-def _error(block: str) -> tuple[str, str]:
-    """(type, first line of its message) of the exception at the end of a traceback; of a message
-    whose first line only announces the others, the next one too."""
-    lines = block.strip().splitlines()
-    last_frame = max((i for i, line in enumerate(lines) if FRAME.match(line)), default=-1)
-    for i in range(last_frame + 1, len(lines)):
-        found = ERROR.match(lines[i])
-        if found:
-            first = (found[2] or "").strip()
-            more = [line.strip() for line in lines[i + 1 :] if line.strip()]
-            announces = not first or first.endswith((":", "!"))
-            return found[1].split(".")[-1], " ".join([first, *more[:1]] if announces else [first])
-    return (lines[-1].strip(), "") if lines else ("no traceback", "")
-
-
-def _kind(error: str, text: str, raised_by_us: bool) -> Kind:
-    if MEMORY.search(text):
-        return "memory"
-    if LATE.search(text):
-        return "hang"
-    if OUTSIDE.search(text) and "'vitrail" not in text:
-        return "infrastructure"
-    if error == "AssertionError" and not raised_by_us:
-        return "numerics"  # what came out is not what is right
-    return "crash"
-
-
-def _ours(frames: list[Frame]) -> Frame | None:
-    """The innermost frame of the package; else of a test function, never of its helper; else of
-    any test file. `frames` from the outermost."""
-    package = [f for f in frames if f.file.startswith("vitrail/") and f.file != CARRIER]
-    tests = [f for f in frames if f.file.startswith("tests/")]
-    named = [f for f in tests if f.function.startswith("test_")]
-    for some in (package, named, tests):
-        if some:
-            return some[-1]
-    return None
-
-
-def _relative(file: str) -> str:
-    """A file of a checkout from its root; of an installed package from site-packages."""
-    if "/site-packages/" in file:
-        file = file.rpartition("/site-packages/")[2]
-        return file if file.startswith("vitrail/") else f"site-packages/{file}"
-    found = re.search(r"(?:^|.*/)((?:vitrail|tests|bench|demo)/.+)$", file)
-    if found is None:
-        return file
-    # the innermost `vitrail/` may be the checkout's own name: /home/me/vitrail/tests/x.py
-    inner = re.search(r"(?:^|.*/)(tests/.+|bench/.+)$", file)
-    return inner[1] if inner and "/vitrail/" not in f"/{inner[1]}" else found[1]
 
 
 def _logged(said: str) -> list[str]:

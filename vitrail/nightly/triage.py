@@ -7,10 +7,11 @@ from pathlib import Path
 
 import msgspec
 
+from vitrail.config.cause import Cause, Kind
 from vitrail.nightly.known import Issue, expired, known_as
 from vitrail.nightly.records import BAD, Attempt, Case, JobRecord, Night
 from vitrail.nightly.risk import area, users_of
-from vitrail.nightly.signature import Cause, Kind, cause_of_attempt, cause_of_case
+from vitrail.nightly.signature import cause_of_attempt, cause_of_case
 
 
 class Sighting(msgspec.Struct, frozen=True, kw_only=True):
@@ -26,7 +27,7 @@ class Sighting(msgspec.Struct, frozen=True, kw_only=True):
 
 class Group(msgspec.Struct, frozen=True, kw_only=True):
     """All failures of one cause. `risk` of a change where it lies; `first_bad` the commit that
-    brought it, where it was looked for."""
+    brought it, where it was looked for; `repro` a file that fails alone, or why there is none."""
 
     key: str
     kind: Kind
@@ -36,6 +37,7 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
     issue: Issue | None = None
     risk: str = ""
     first_bad: str = ""
+    repro: str = ""
 
     @property
     def name(self) -> str:

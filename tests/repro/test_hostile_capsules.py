@@ -1,0 +1,199 @@
+"""Capsules that somebody else wrote: not JSON, of other versions, too large, of numbers that no
+engine's step has. Each is refused with the numbers, before anything is built."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from msgspec import structs
+
+from tests.engine.driver import Golden
+from tests.repro.plants import PLANTS
+from tests.repro.test_replay import crashed
+from vitrail.cli import main
+from vitrail.config.finding import Refused
+from vitrail.engine.batch import BatchBuilder
+from vitrail.repro.capsule import MAX_BYTES, Capsule, decoded, encoded, read
+
+Data = dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def capsule(golden: Golden, capsule_folder: Path) -> Capsule:
+    before = set(capsule_folder.glob("*.json"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(BatchBuilder, "turn_pages", BatchBuilder.turn_pages)
+        PLANTS["rows"]()
+        return crashed(
+            golden, lambda: sorted(set(capsule_folder.glob("*.json")) - before), max_step_tokens=40
+        )
+
+
+def refused(data: bytes, word: str) -> None:
+    with pytest.raises(Refused) as caught:
+        decoded(data)
+    (finding, *_) = caught.value.findings
+    assert word in str(finding)
+    assert finding.rule
+    assert finding.change
+
+
+@pytest.mark.parametrize(
+    ("data", "word"),
+    [
+        (b"", "truncated"),
+        (b"\x80\x04\x95", "malformed"),
+        (b"{}", "version"),
+        (b"[]", "Expected `object`"),
+        (b'{"version": 99}', "version 99"),
+        (b'{"version": "1"}', "Expected `int`"),
+        (b'{"version": 1}', "required field"),
+        (b'{"version": 1' + b"0" * 400 + b"}", "version"),
+        (b"[" * 100_000, ""),
+        (b"\xff\xfe", ""),
+        (b" " * (MAX_BYTES + 1), str(MAX_BYTES)),
+    ],
+)
+def test_what_is_no_capsule_is_refused(data: bytes, word: str):
+    refused(data, word)
+
+
+def test_a_file_that_is_not_there_or_a_folder_is_refused(tmp_path: Path):
+    for path in (tmp_path, tmp_path / "none.json"):
+        with pytest.raises(Refused, match="cannot be read"):
+            read(path)
+        assert main(["repro", str(path)]) == 1
+
+
+def step(data: Data) -> Data:
+    return data["steps"][-1]
+
+
+def decode(data: Data) -> Data:
+    return step(data)["plan"]["decodes"][0]
+
+
+def prefill(data: Data) -> Data:
+    return next(s["plan"]["prefills"][0] for s in data["steps"] if s["plan"]["prefills"])
+
+
+def picture(data: Data) -> Data:
+    return next(s for s in data["steps"] if s["plan"]["encodes"])
+
+
+def put(place: Callable[[Data], Data], **values: Any) -> Callable[[Data], None]:
+    return lambda data: place(data).update(values)
+
+
+def whole(data: Data) -> Data:
+    return data
+
+
+def flags(data: Data) -> Data:
+    return data["flags"]
+
+
+def setup(data: Data) -> Data:
+    return next(s["setups"][0] for s in data["steps"] if s["setups"])
+
+
+HARM: dict[str, tuple[Callable[[Data], None], str]] = {
+    "unknown field": (put(whole, prompt="hello"), "prompt"),
+    "unknown flag": (put(flags, shell="rm"), "shell"),
+    "flag of another type": (put(flags, max_running="many"), "max_running"),
+    "flag beyond its rule": (put(flags, page_size=10**9), "page_size"),
+    "slot beyond the table": (put(decode, slot=10**6), "a slot of 16"),
+    "negative slot": (put(decode, slot=-1), "a slot of 16"),
+    "negative start": (put(decode, start=-4), "a range of positions"),
+    "no length": (put(prefill, length=0), "a range of positions"),
+    "longer than the context": (put(decode, start=10**12), "positions"),
+    "page beyond the pool": (put(prefill, new_pages=[10**9]), "pages of"),
+    "negative page": (put(prefill, new_pages=[-1]), "pages of"),
+    "pages out of order": (put(decode, pages_before=7), "pages were sent before"),
+    "no pages": (put(prefill, new_pages=[]), "pages for"),
+    "more pages than a row": (put(prefill, new_pages=[0] * 5000), "and no more"),
+    "a decode of two": (put(decode, length=2), "a decode is one sampled token"),
+    "tokens beyond a step": (put(prefill, length=41, new_pages=[0] * 8), "at most 40 in a step"),
+    "a failed step that is not there": (put(whole, failed=10**6), "a plan of the steps"),
+    "out of order": (lambda d: d["steps"].reverse(), "in order"),
+    "a start with steps": (put(whole, kind="start"), "a start has none"),
+    "an entry of no rows": (put(whole, entries=[[1, 0]]), "rows"),
+    "an entry of many rows": (put(whole, entries=[[1, 1 << 40]]), "rows"),
+    "seeds that are too many": (lambda d: step(d).update(seeds=[1] * 99), "of them"),
+    "a negative seed": (lambda d: step(d).update(seeds=[-1] * len(step(d)["seeds"])), "0 to 2"),
+    "a setup of another row": (put(setup, slot=99), "a slot of 16"),
+    "a prompt without end": (put(setup, num_prompt=1 << 50), "ids"),
+    "pixels without end": (
+        lambda d: picture(d)["pixels"][0].update(shape=[1 << 40, 1 << 40]),
+        "pixels",
+    ),
+    "pixels of another type": (
+        lambda d: picture(d)["pixels"][0].update(dtype="object"),
+        "pixels",
+    ),
+    "pixels of nobody": (lambda d: picture(d).update(pixels=[]), "pictures"),
+    "patches without end": (
+        lambda d: picture(d)["plan"]["encodes"][0].update(height=1 << 30),
+        "patches",
+    ),
+    "a part beyond the picture": (
+        lambda d: picture(d)["plan"]["encodes"][0].update(first=5),
+        "sequences",
+    ),
+    "a slice beyond the prompt": (
+        lambda d: next(s["plan"]["slices"][0] for s in d["steps"] if s["plan"]["slices"]).update(
+            token_start=10**6
+        ),
+        "prompt tokens",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", HARM)
+def test_numbers_that_no_step_has_are_refused(capsule: Capsule, name: str):
+    data = msgspec.json.decode(encoded(capsule))
+    change, word = HARM[name]
+    change(data)
+    refused(msgspec.json.encode(data), word)
+
+
+def test_the_capsule_itself_is_accepted(capsule: Capsule):
+    assert decoded(encoded(capsule)) == capsule
+
+
+def test_a_path_in_a_capsule_is_not_opened(capsule: Capsule, tmp_path: Path):
+    """The model's name is a word: weights are random, from the configuration within."""
+    from vitrail.repro.replay import replay
+
+    away = structs.replace(capsule, flags=capsule.flags | {"model": str(tmp_path / "x.gguf")})
+    assert replay(away).why == ""
+
+
+def vast(capsule: Capsule) -> dict[str, Any]:
+    """More weights than an address space."""
+    return capsule.config["text_config"] | {"vocab_size": 1 << 41}
+
+
+@pytest.mark.parametrize(
+    ("change", "word"),
+    [
+        (
+            lambda c: {
+                "architecture": "Nobody",
+                "config": c.config | {"architectures": ["Nobody"]},
+            },
+            "Nobody",
+        ),
+        (lambda c: {"config": {"architectures": c.config["architectures"]}}, "config"),
+        (lambda c: {"config": c.config | {"text_config": vast(c)}}, "could not be built"),
+        (lambda c: {"flags": c.flags | {"attention": "nobody's"}}, "nobody"),
+    ],
+)
+def test_an_engine_that_cannot_be_built_says_so(capsule: Capsule, change: Any, word: str):
+    from vitrail.repro.replay import replay
+
+    outcome = replay(structs.replace(capsule, **change(capsule)))
+    assert outcome.signatures == ()
+    assert word in outcome.why
