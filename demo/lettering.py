@@ -224,7 +224,7 @@ def draw_text(
     P, (h, w) = len(size), size.unbind(1)
     roll = lot.unit(P)
     count = 1 + (roll > 0.66).long() + (roll > 0.92).long()
-    slip = (w >= 150) & (h >= 56) & lot.chance(0.22, P) & has_text
+    slip = (w >= 150) & (h >= 56) & lot.chance(0.35, P) & has_text
     count = torch.where(slip, 2 + lot.below(MAX_LINES - 1, P), count)
     count = torch.minimum(count, (h / (knobs.min_em * 1.4)).long().clamp(min=1)) * has_text
     setting = set_type(size, count, slip & (count > 1), tables, knobs, lot)

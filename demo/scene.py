@@ -68,7 +68,7 @@ def draw_scene(layout: Layout, tables: Tables, knobs: Knobs, lot: Lot) -> Scene:
     noise = lot.between(0.0, 0.08, P) * lot.chance(0.45, P)
     quality = lot.between(0.1, 1.0, P) ** 2 * 1.7 * lot.chance(0.4, P)
     mode = lot.unit(P)
-    has_text, has_shapes = (mode < 0.48) | (mode > 0.88), mode >= 0.48
+    has_text, has_shapes = (mode < 0.42) | (mode > 0.88), mode >= 0.42
     text = draw_text(size, ground, has_text, tables, knobs, lot)
     shapes = draw_shapes(size, ground, has_shapes, text.box_P4, tables, lot)
     loud = torch.where((text.panel_P > 0) & ~has_shapes, 3.0, 1.0)

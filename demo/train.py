@@ -33,12 +33,10 @@ from scene import draw_scene
 from stock import Knobs, Lot, Tables
 from torch import Tensor
 
-BEGUN = time.time()
-WARMUP_STEPS = 400
 STATE = "state.safetensors"
 MAX_CHARS_UNTIL = ((600, 3), (1600, 6), (3200, 9))  # before this step, at most so many characters
 MIN_EM_UNTIL = ((800, 22), (2500, 17), (6000, 13))  # before this step, at least so many pixels
-MIN_EM = 12
+MIN_EM = 14
 
 
 def until(table: tuple[tuple[int, int], ...], step: int, final: int) -> int:
@@ -203,7 +201,7 @@ class Trainer:
 
     def set_schedule(self, step: int, fraction: float) -> None:
         cosine = 0.5 * (1 + math.cos(math.pi * min(1.0, fraction)))
-        heat = min(1.0, (step + 1) / WARMUP_STEPS) * (0.98 * cosine + 0.02)
+        heat = min(1.0, (step + 1) / self.args.warmup) * (0.98 * cosine + 0.02)
         late = step if self.curriculum else 10**9
         self.lr.fill_(self.args.lr * heat)
         self.knobs.bias_rate.fill_(1e-3 * heat)
@@ -229,18 +227,19 @@ class Trainer:
         self.done += 3
         return graph.replay
 
-    def save(self, facts: dict) -> None:
-        """Weights in fp32 in two files of about equal size, and what the run knows of itself."""
+    def save(self) -> None:
+        """Weights in fp32 in two files of about equal size."""
         state = {k: v.detach().cpu() for k, v in self.network.state_dict().items()}
         half, files, total = sum(v.nbytes for v in state.values()) / 2, ({}, {}), 0
         for name, value in state.items():
             files[total > half][name] = value.contiguous()
             total += value.nbytes
         for i, tensors in enumerate(files):
-            save_file(tensors, self.args.out / f"resume-{i}.safetensors")
+            path = self.args.out / f"resume-{i}.safetensors"
+            save_file(tensors, path.with_suffix(".new"))
+            path.with_suffix(".new").replace(path)  # a run that is killed leaves whole files
         if self.args.keep_state:
             save_file(self.state(), self.args.out / STATE)
-        (self.args.out / "run.json").write_text(json.dumps(facts, indent=1))
 
     def examine(self, exam: Exam, examples: int) -> dict[str, float]:
         with torch.compiler.set_stance("force_eager"):
@@ -250,14 +249,14 @@ class Trainer:
             print("    wrong:", line)
         return shares
 
-    def run(self, exam: Exam) -> None:
+    def run(self, exam: Exam | None) -> None:
         """Steps until the seconds or the steps are over, whichever is first; the schedule follows
         the steps where their number is given, else the clock."""
         args, begun = self.args, time.time()
         replay = self.ready_step()
         self.sync()
-        used = time.time() - BEGUN
-        print(f"ready after {time.time() - begun:.1f} s, {used:.1f} s of the process", flush=True)
+        used = time.time() - args.began
+        print(f"ready after {time.time() - begun:.1f} s, {used:.1f} s in all", flush=True)
         seconds = max(1.0, min(args.seconds, args.limit - used))
         start, history, next_exam = time.time(), [], args.exam_seconds
         while True:
@@ -290,13 +289,16 @@ class Trainer:
         history.append(line)
         print(" ".join(f"{k} {v}" for k, v in line.items()), flush=True)
 
-    def report(self, elapsed: float, exam: Exam, history: list) -> None:
+    def report(self, elapsed: float, exam: Exam | None, history: list) -> None:
         self.log(elapsed, history)
-        history[-1]["exam"] = self.examine(exam, 12)
+        self.save()
         seen = self.done * self.layout.pictures
-        args = {k: str(v) for k, v in vars(self.args).items()}
-        self.save({"commit": commit(), "args": args, "pictures": seen, "history": history})
         print(f"  saved; {seen / 1e6:.2f} M pictures", flush=True)
+        if exam:
+            history[-1]["exam"] = self.examine(exam, 12)
+        args = {k: str(v) for k, v in vars(self.args).items()}
+        facts = {"commit": commit(), "args": args, "pictures": seen, "history": history}
+        (self.args.out / "run.json").write_text(json.dumps(facts, indent=1))
 
 
 def commit() -> str:
@@ -311,6 +313,8 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, default=900)
     parser.add_argument("--limit", type=float, default=1e9, help="seconds, the start's included")
+    parser.add_argument("--began", type=float, default=time.time(), help="when they began to count")
+    parser.add_argument("--warmup", type=int, default=400, help="steps")
     parser.add_argument("--steps", type=int, default=0, help="of the whole run")
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--seed", type=int, default=1)
@@ -319,7 +323,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--keep-state", action="store_true")
     parser.add_argument("--exam-seconds", type=float, default=120)
     parser.add_argument("--atlas", type=Path, default=Path("build/demo/atlas.npz"))
-    parser.add_argument("--exam", type=Path, default=Path("build/demo/exam.npz"))
+    parser.add_argument("--exam", default="build/demo/exam.npz", help="'none' for no exams")
     parser.add_argument("--config", type=Path, default=Path("vitrail/demo/config.json"))
     parser.add_argument("--out", type=Path, default=Path("build/demo/run"))
     parser.add_argument("--device", default="cuda")
@@ -342,8 +346,11 @@ def main() -> None:
         f"pictures, {len(lay.patch_picture_N)} patches, {lay.tokens} tokens",
         flush=True,
     )
-    samples = load_samples(args.exam)
-    trainer.run(build_exam(samples if not args.tiny else samples[::40], args.device))
+    exam = None
+    if args.exam != "none":
+        samples = load_samples(Path(args.exam))
+        exam = build_exam(samples if not args.tiny else samples[::40], args.device)
+    trainer.run(exam)
 
 
 if __name__ == "__main__":

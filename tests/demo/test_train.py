@@ -63,7 +63,7 @@ def test_a_stopped_run_goes_on_as_if_it_had_not(train: Any, tmp_path: Path):
     whole = run(train, tmp_path / "whole", 1e9)
     half = tmp_path / "half"
     with pytest.MonkeyPatch.context() as patch:
-        clock = iter([0.0] * 6 + [100.0] * 9)  # ready, start, two steps; then time is over
+        clock = iter([0.0] * 7 + [100.0] * 9)  # parse, ready, start, two steps; then time is over
         patch.setattr(train.time, "time", lambda: next(clock))
         stopped = run(train, half, 50)
     assert any(not torch.equal(whole[k], stopped[k]) for k in whole)
