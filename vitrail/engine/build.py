@@ -294,11 +294,11 @@ def capture_tower(
         return None
     rungs = rungs_of(vision, *patches, model.image_sites(), plans)
     torch.cuda.empty_cache()
-    before = torch.cuda.mem_get_info(device)[0]
+    before = torch.cuda.memory_reserved(device)
     graphs = EncodeGraphs(model, plans, vision, rungs, device)
     graphs.capture()
     torch.cuda.empty_cache()
-    taken = before - torch.cuda.mem_get_info(device)[0]
+    taken = torch.cuda.memory_reserved(device) - before
     said = "%d graphs of the tower, of up to %d patches: %d MiB"
     log.info(said, len(rungs), graphs.most, taken >> 20)
     return graphs
