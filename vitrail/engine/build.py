@@ -112,6 +112,8 @@ def build_engine(
     `ahead`: compilers that have begun already; they end here. `capsules`: the folder for capsules
     of what fails, here and in steps."""
     with watched_start(capsules, config, checkpoint):
+        if found := errors(validate(config)):
+            raise Refused(found)
         return _build(config, checkpoint, processor, progress, ahead, capsules)
 
 
@@ -124,8 +126,6 @@ def _build(
     capsules: Path | None,
 ) -> Built:
     stages = _Stages()
-    if found := errors(validate(config)):
-        raise Refused(found)
     device = device_of(config)
     hardware, entry = hardware_of(device), load_entry(checkpoint.architecture)
     model_config = accept(entry.read_config(checkpoint.config, checkpoint.generation))
