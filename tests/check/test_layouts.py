@@ -93,8 +93,8 @@ def test_what_is_saved_on_weights_is_left_for_pages(tmp_path: Path) -> None:
 def test_nvilas_key_heads_are_cut_then_copied_and_its_tower_is_cut_or_whole(
     tmp_path: Path,
 ) -> None:
-    """28 heads on 4 key heads, 16 heads of a tower, and a vocabulary of 152,064 = 7 * 2^8 ... rows:
-    7 ranks divide the decoder and not its key heads."""
+    """28 heads on 4 key heads, 16 heads of a tower: 7 and 14 ranks divide the heads, and neither
+    key heads nor tower."""
     folder = folder_of(tmp_path, short(published()["nvila_8b"]))
     report = layouts(folder, 1, 2, 4, 7, 14, kv_cache_bytes=8 * GIB)
     assert codes(report, 4) == ["one_gpu"]
