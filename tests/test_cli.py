@@ -89,6 +89,8 @@ NIGHTLY = {
     "--questions",
     "--style",
     "--at-least",
+    "--repro",
+    "--no-repro",
 }
 FLAGS = {
     "serve": {"--host", "--port", "--served-model-name", "--http"} | PROFILE,

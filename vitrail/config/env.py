@@ -48,6 +48,15 @@ def read_env() -> Env:
     return Env(log=log, api_key=key, capsules=_capsules(os.environ.get("VITRAIL_CAPSULES")))
 
 
+def of_child(package_root: Path | None = None, **more: str) -> dict[str, str]:
+    """What a process that this one starts is given: the same and `more`; its Python looks in
+    `package_root` first."""
+    if package_root is not None:
+        paths = (str(package_root), os.environ.get("PYTHONPATH"))
+        more["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+    return {**os.environ, **more}
+
+
 def _capsules(text: str | None) -> Path | None:
     """The folder; unset: one in the user's home, if there is one."""
     if text is None:

@@ -4,7 +4,6 @@ sources and the files that it needs, which runs against whatever `vitrail` is in
 
 import base64
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -15,6 +14,7 @@ from pathlib import Path
 
 import msgspec
 
+from vitrail.config.env import of_child
 from vitrail.config.finding import Finding, Refused
 from vitrail.nightly.bisect import Search
 from vitrail.nightly.pieces import Pieces
@@ -105,13 +105,11 @@ def _code(done: "subprocess.CompletedProcess[str] | None") -> int | None:
 def _run(words: list[str], root: Path, limit_s: float) -> "subprocess.CompletedProcess[str] | None":
     """Python in a folder of its own with the package that failed; None if it takes longer."""
     with tempfile.TemporaryDirectory() as folder:
-        path = os.pathsep.join(filter(None, (str(root), os.environ.get("PYTHONPATH"))))
-        env = {**os.environ, "PYTHONPATH": path}
         try:
             return subprocess.run(
                 [sys.executable, *words],
                 cwd=folder,
-                env=env,
+                env=of_child(root),
                 timeout=limit_s,
                 capture_output=True,
                 text=True,
