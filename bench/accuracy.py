@@ -42,6 +42,7 @@ from vitrail.ops.rope.naive import rope_table, rotate
 
 DEMO = Path(__file__).parent.parent / "vitrail" / "demo"
 ERROR_GOAL, AGREEMENT_GOAL = 1.2, 0.995
+PARTS = ("starts", "answers", "forced together", "forced alone")
 QUESTIONS = (
     "What does the sign say?",
     "What is the price?",
@@ -166,11 +167,12 @@ def pictures(count: int) -> Iterator[tuple[Image.Image, str]]:
 
 def demo_agreement(device: str, wanted: int) -> bool:
     """Prints both shares and whether the goal is met."""
-    small = {"device": device, "kv_cache_bytes": 64 << 20, "cuda_graphs": 0}
-    if device == "cpu":
-        del small["cuda_graphs"]
-    exact = LLM(DEMO, dtype="float32", **small)
-    half = LLM(DEMO, dtype="bfloat16", **small)
+    laps = [time.perf_counter()]
+    room: dict[str, Any] = {"kv_cache_bytes": 64 << 20, "max_model_len": 1024}
+    exact = LLM(DEMO, dtype="float32", device="cpu", **room)
+    room |= {"cuda_graphs": 0} if device == "cuda" else {}
+    half = LLM(DEMO, dtype="bfloat16", device=device, **room)
+    laps.append(time.perf_counter())
     greedy, asked, taken = SamplingParams(temperature=0, max_tokens=24), [], 0
     chosen = list(pictures(max(4, wanted // 6)))
     talks = [
@@ -187,8 +189,11 @@ def demo_agreement(device: str, wanted: int) -> bool:
         if taken < wanted:
             asked.append((talk, answer))
             taken += len(answer)
+    laps.append(time.perf_counter())
     forced = {name: _forced(llm, asked) for name, llm in (("fp32", exact), ("bf16", half))}
+    laps.append(time.perf_counter())
     alone = [row for pair in asked for row in _forced(half, [pair])]
+    laps.append(time.perf_counter())
     best = {name: np.concatenate([r.argmax(-1) for r in rows]) for name, rows in forced.items()}
     single = np.concatenate([r.argmax(-1) for r in alone])
     shares = [float((best["bf16"] == other).mean()) for other in (best["fp32"], single)]
@@ -198,6 +203,8 @@ def demo_agreement(device: str, wanted: int) -> bool:
         f"as alone {shares[1]:.4f} (goal {AGREEMENT_GOAL}); fp32 forced as it answered "
         f"{float((best['fp32'] == words).mean()):.4f}"
     )
+    took = zip(PARTS, itertools.pairwise(laps), strict=True)
+    print("seconds: " + ", ".join(f"{name} {end - start:.1f}" for name, (start, end) in took))
     return min(shares) >= AGREEMENT_GOAL
 
 

@@ -4,14 +4,16 @@
 
 Writes the checkpoint first where FOLDER has none: the published names and shapes with as many
 decoder layers as fit in `--gb`, sharded, random bytes of ordinary weights. Correctness next: every
-parameter is bitwise what safetensors reads. Then, best of `--runs`: a plain read (threads that
-`preadv` all bytes into a buffer of their own and keep nothing), safetensors tensor by tensor to the
-device, and the loader; with `--sweep`, other numbers of threads and sizes of segments."""
+parameter is bitwise what safetensors reads. Then, best of `--runs`: `cat` of the files, plain reads
+(threads that `preadv` all bytes into a buffer of their own and keep nothing), safetensors tensor by
+tensor to the device, and the loader; with `--sweep`, other numbers of threads and sizes of
+segments. `--write` only writes."""
 
 import argparse
 import json
 import os
 import struct
+import subprocess
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -126,6 +128,12 @@ def plain_read(files: list[Path], threads: int) -> int:
     return total
 
 
+def cat(files: list[Path]) -> int:
+    """What a shell reads them with, one after the other."""
+    subprocess.run(["cat", *files], stdout=subprocess.DEVNULL, check=True)
+    return sum(file.stat().st_size for file in files)
+
+
 def tensor_by_tensor(files: list[Path], device: torch.device) -> int:
     """safetensors' mapped tensors, copied one after the other."""
     total = 0
@@ -166,10 +174,13 @@ def main() -> None:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--sweep", action="store_true", help="threads and sizes of segments")
+    parser.add_argument("--write", action="store_true", help="the checkpoint, where there is none")
     args = parser.parse_args()
     folder, device = args.folder, torch.device(args.device)
     if not (folder / INDEX_FILE).is_file():
         write(folder, args.gb * 1e9)
+    if args.write:
+        return
     raw = json.loads((folder / "config.json").read_text())
     config = accept(ENTRY.read_config(raw, {}))
     files = sorted(folder.glob("*.safetensors"))
@@ -194,13 +205,16 @@ def main() -> None:
     checked: list[bool] = []
     loaded()
     print("every parameter is bitwise what safetensors reads")
-    reads = {n: best(lambda n=n: plain_read(files, n), device, args.runs) for n in (1, 4, 8, 16)}
-    for threads, rate in reads.items():
-        print(f"plain read, {threads:>2} threads: {rate:6.1f} GB/s")
+    reads = {"cat": best(lambda: cat(files), device, args.runs)}
+    for threads in (1, 4, 8, 16):
+        name = f"{threads} threads"
+        reads[name] = best(lambda n=threads: plain_read(files, n), device, args.runs)
+    for name, rate in reads.items():
+        print(f"plain read, {name:>10}: {rate:6.1f} GB/s")
     old = best(lambda: tensor_by_tensor(files, device), device, 1)
     print(f"safetensors, tensor by tensor: {old:6.1f} GB/s")
     rate = best(loaded, device, args.runs)
-    parts = ", ".join(f"{rate / r:.0%} of a read by {n}" for n, r in reads.items())
+    parts = ", ".join(f"{rate / r:.0%} of a read by {name}" for name, r in reads.items())
     print(f"loader: {rate:6.1f} GB/s, {plan.read_bytes / rate / 1e9:.2f} s; {parts}")
     if args.sweep:
         sweep(folder, plan, config, device, args.runs)

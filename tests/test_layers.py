@@ -29,7 +29,7 @@ TORCH_FREE = (
         f"vitrail.attention.{m}"
         for m in (
             *("shape", "tiles", "legality", "fa4", "plan", "fault", "installed"),
-            "decode_spec",
+            *("decode_spec", "warm"),
         )
     ),
     *(f"vitrail.weights.{m}" for m in ("gguf", "mapping", "sharding", "headers", "layout", "plan")),
@@ -40,6 +40,7 @@ TORCH_FREE = (
     *(
         f"vitrail.engine.{m}"
         for m in (
+            "ahead",
             "answer",
             "capsule",
             "client",

@@ -33,6 +33,16 @@ def test_a_kernel_is_made_once_and_is_the_same_from_disk(tmp_path: Path):
     assert list(folder.glob("*.o")) == [file]
 
 
+def test_of_processes_that_want_one_kernel_at_once_one_makes_it(tmp_path: Path):
+    """And every one of them computes with what that one made."""
+    command = [sys.executable, str(SCRIPT), str(tmp_path), "cpu"]
+    three = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(3)]
+    said = [process.communicate()[0].splitlines() for process in three]
+    assert sorted(map(len, said)) == [1, 1, 2]
+    assert {lines[-1] for lines in said} == {"expected device_type=cuda"}
+    assert [file.suffix for file in tmp_path.iterdir() if file.suffix != ".lock"] == [".o"]
+
+
 class Fake:
     """A compiled kernel, exported as some bytes."""
 

@@ -1,9 +1,6 @@
 """What an engine compiles before it serves: every kernel that its plans name, each once; and what
 fails to compile is refused."""
 
-import io
-import subprocess
-import sys
 from pathlib import Path
 
 import msgspec
@@ -11,7 +8,6 @@ import pytest
 
 from tests.attention.compile_cases import GQA, MLA, site
 from vitrail.attention import compile as triton_compiler
-from vitrail.attention import warm as warm_module
 from vitrail.attention.backends import cute, fa4, kept
 from vitrail.attention.backends.fa4 import mend_launch
 from vitrail.attention.backends.triton import join_launch
@@ -19,7 +15,7 @@ from vitrail.attention.decode_spec import spec
 from vitrail.attention.fa4 import RELEASE
 from vitrail.attention.plan import CUTLASS_RELEASE, PlanLimits, make_table
 from vitrail.attention.shape import Phase
-from vitrail.attention.warm import Question, answer, warm, warm_ahead
+from vitrail.attention.warm import Question, answer, missing, warm
 from vitrail.config.hardware import CPU, find
 
 pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl (the extra fa4)")
@@ -35,7 +31,16 @@ SITES = [
 
 
 @pytest.fixture
-def asked(monkeypatch) -> list[str]:
+def disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where an H200's compiled kernels are kept: nowhere yet."""
+    monkeypatch.setattr(kept, "_device", lambda: "H200 9.0 132")
+    monkeypatch.setattr(kept.knobs.cache, "dir", str(tmp_path))
+    (tmp_path / "vitrail").mkdir()
+    return tmp_path / "vitrail"
+
+
+@pytest.fixture
+def asked(disk: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     names: list[str] = []
     monkeypatch.setattr(triton_compiler, "compile_launch", lambda one, cc: names.append(repr(one)))
     monkeypatch.setattr(fa4, "kernels_of", lambda one: names.append(repr(one)))
@@ -78,48 +83,25 @@ def test_what_does_not_compile_is_refused(asked: list[str], monkeypatch):
     assert "cute on H200" in found[0].where
 
 
-def test_compilers_ahead_are_asked_for_each_missing_kernel_once(
-    asked: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    """Their processes are this one here: what they are told on their standard input is answered."""
-    told: list[bytes] = []
-
-    class Pipe(io.BytesIO):
-        def close(self) -> None:
-            if not self.closed:  # the collector closes it again
-                told.append(self.getvalue())
-            super().close()
-
-    class Process:
-        def __init__(self, command: list[str], **_: object):
-            assert command[1:] == ["-m", "vitrail.attention.warm_process"]
-            self.stdin = Pipe()
-
-        def wait(self) -> int:
-            return 0
-
-    monkeypatch.setattr(warm_module.subprocess, "Popen", Process)
-    monkeypatch.setattr(warm_module.os, "cpu_count", lambda: 5)
-    monkeypatch.setattr(kept, "_device", lambda: "H200 9.0 132")
-    monkeypatch.setattr(kept.knobs.cache, "dir", str(tmp_path))
+def test_what_is_missing_is_asked_for_once_and_changes_nothing_here(asked: list[str], disk: Path):
+    """Each question travels as JSON to a compiler's process, which is this one here."""
     plans = table()
-    assert len(warm_ahead(plans, H200)) == len(told) == 3, "two cores are left to the others"
-    for question in told:
-        answer(msgspec.json.decode(question, type=Question))
-    slow = {repr(spec(p)) for p in plans if p.backend == "cute"}
-    slow |= {repr(one) for p in plans if p.backend == "fa4" for one in fa4.launches(p)}
-    assert sorted(asked) == sorted(slow)
+    for question in missing(plans, H200):
+        answer(msgspec.json.decode(msgspec.json.encode(question), type=Question))
+    ahead = sorted(asked)
+    assert len(ahead) == len(set(ahead))
     asked.clear()
+    for note in disk.iterdir():  # of Triton's
+        note.unlink()
     assert warm(plans, H200) == []
-    assert slow < set(asked), "what was told changes nothing here"
+    assert sorted(asked) == ahead
 
 
-def test_what_is_kept_is_not_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(kept, "_device", lambda: "H200 9.0 132")
-    monkeypatch.setattr(kept.knobs.cache, "dir", str(tmp_path))
-    monkeypatch.setattr(warm_module.subprocess, "Popen", lambda *a, **k: pytest.fail("started"))
-    (tmp_path / "vitrail").mkdir()
+def test_what_is_kept_is_not_missing(asked: list[str], disk: Path):
+    """Triton's are noted when they have been compiled; the others lie there."""
     plans = table()
+    assert missing(plans, H200)
+    assert warm(plans, H200) == []
     for plan in plans:
         names = [(f"cute {spec(plan)}", ("decode",))] if plan.backend == "cute" else []
         if plan.backend == "fa4":
@@ -127,13 +109,15 @@ def test_what_is_kept_is_not_asked_for(tmp_path: Path, monkeypatch: pytest.Monke
         for name, parts in names:
             for file in kept._files(name, parts, None, None):
                 file.touch()
-    assert warm_ahead(plans, H200) == []
+    assert missing(plans, H200) == []
 
 
-def test_a_compilers_process_answers(tmp_path: Path):
-    """For a plan that names nothing to compile; another question is an error of its own."""
-    command = [sys.executable, "-m", "vitrail.attention.warm_process"]
-    question = Question(plans=[], names=[], gpu=CPU)
-    done = subprocess.run(command, input=msgspec.json.encode(question), capture_output=True)
-    assert (done.returncode, done.stdout) == (0, b"")
-    assert subprocess.run(command, input=b"{}", capture_output=True).returncode == 1
+def test_a_compilers_error_is_raised_in_its_process(asked: list[str], monkeypatch):
+    def broken(one, cc):
+        raise RuntimeError("out of registers")
+
+    monkeypatch.setattr(triton_compiler, "compile_launch", broken)
+    question = next(q for q in missing(table(), H200) if q.plan.backend == "triton")
+    with pytest.raises(RuntimeError, match="out of registers"):
+        answer(question)
+    assert question.name in {q.name for q in missing(table(), H200)}, "it is still missing"

@@ -243,6 +243,7 @@ def engine_of(asked: Asked, running: int) -> tuple[Any, Runs]:
         max_step_tokens=4096,
         max_model_len=asked.longest,
         encoder_patches=PATCHES,
+        patches_beside=0,
         page_size=size,
         prefix_cache=True,
     )

@@ -17,8 +17,9 @@ from vitrail.check.sizes import GRAPH_BYTES, graph_bytes, graph_findings, ladder
 from vitrail.config.engine import EngineConfig, validate
 from vitrail.config.finding import accept
 from vitrail.config.hardware import find
+from vitrail.engine import graphs as graphs_module
 from vitrail.engine.engine import Engine
-from vitrail.engine.graphs import DecodeGraphs, GraphParts
+from vitrail.engine.graphs import DecodeGraphs, GraphParts, capture_graphs
 from vitrail.engine.runner import Runner, RunnerParts
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter's, on a CPU")
@@ -160,6 +161,43 @@ def test_the_memory_of_graphs_is_planned_with_the_largest_ones_logits():
     assert graph_bytes([], 1000) == 0
     one, two = graph_bytes([8], 1000), graph_bytes([8, 16], 1000)
     assert two - one == GRAPH_BYTES + 8 * 1000 * 8
+
+
+@pytest.mark.parametrize(("own", "others"), [(0, 40 << 30), (40 << 30, 0)])
+def test_what_graphs_take_is_this_processs_own(
+    own: int, others: int, monkeypatch: pytest.MonkeyPatch
+):
+    """Memory that another process takes of the device meanwhile is nothing that they took."""
+    llm, held = golden_llm(max_model_len=112), {"own": 1 << 30, "free": 100 << 30}
+
+    class Graphs:
+        def __init__(self, *_: object):
+            pass
+
+        def capture(self, *_: object) -> None:
+            held["own"] += own
+            held["free"] -= own + others
+
+    monkeypatch.setattr(graphs_module, "DecodeGraphs", Graphs)
+    monkeypatch.setattr(graphs_module, "Recorder", lambda _: None)
+    monkeypatch.setattr(graphs_module, "graph_sizes", lambda *_: [1, 2])
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: held["own"])
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (held["free"], 140 << 30))
+    parts, config = parts_of(llm), EngineConfig(model="m")
+    given = GraphParts(
+        model=parts.model,
+        pool=parts.pool,
+        plans=triton_plans(llm, 112),
+        builder=parts.builder,
+        sampler=parts.sampler,
+        scratch_page=0,
+        max_len=112,
+    )
+    if own:
+        with pytest.raises(Refused, match=f"2 graphs of up to 2 decodes take {own} bytes"):
+            capture_graphs(given, config, parts.door)
+    else:
+        assert isinstance(capture_graphs(given, config, parts.door), Graphs)
 
 
 def test_graphs_over_attention_that_asks_the_host_are_refused():

@@ -15,7 +15,8 @@ from msgspec import structs
 
 from tests.engine.driver import Golden, golden_llm
 from tests.server.checkpoint import write_kimi
-from vitrail import LLM, SamplingParams
+from vitrail import LLM, Refused, SamplingParams
+from vitrail.config.env import read_env
 from vitrail.engine import recorder
 from vitrail.engine.capsule import Capsule
 from vitrail.engine.request import FinishReason
@@ -361,10 +362,26 @@ def test_off_is_off(golden: Golden, capsules: Made, monkeypatch: pytest.MonkeyPa
     assert not capsules()
 
 
+def test_where_capsules_go(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for said, folder in (
+        (None, tmp_path / ".local/state/vitrail/capsules"),
+        ("some/where", Path("some/where")),
+        ("off", None),
+    ):
+        if said is None:
+            monkeypatch.delenv("VITRAIL_CAPSULES")
+        else:
+            monkeypatch.setenv("VITRAIL_CAPSULES", said)
+        assert read_env().capsules == folder
+    monkeypatch.setenv("VITRAIL_CAPSULES", "")
+    with pytest.raises(Refused, match="VITRAIL_CAPSULES"):
+        read_env()
+
+
 def test_a_start_that_raises_leaves_one_and_a_refusal_does_not(
     capsules: Made, monkeypatch: pytest.MonkeyPatch
 ):
-    from vitrail import Refused
     from vitrail.engine import build
 
     with pytest.raises(Refused):

@@ -413,3 +413,40 @@ def test_a_graph_serves_other_lengths_by_its_records(kernels):
         )
         assert torch.equal(got.out, want.out), lens
         assert torch.equal(got.lse, want.lse)
+
+
+@pytest.mark.parametrize("page", [16, 64])
+def test_a_row_that_the_launch_before_writes_is_read(page):
+    """Keys of earlier steps may be loaded while what comes before works; a step's own may not.
+    The row is NaN until then, and the launch that writes it waits for a long one."""
+    from tests.gpu.decoder_checks import SIZES, Slots, angles, normal
+    from vitrail.ops.mla import fused
+    from vitrail.ops.mla.naive import LatentNorm
+    from vitrail.ops.norm.triton import rms_norm
+    from vitrail.ops.rope.naive import Turns
+
+    kv_lens = [1, page, page + 1, 1000, 65, 130]
+    batch, most = len(kv_lens), -(-max(kv_lens) // page)
+    where = latent(SIZES.heads)
+    made = planned(where, Phase.DECODE, [1] * batch, kv_lens, page, name="cute")
+    table = torch.arange(batch * most, device=CUDA).view(batch, most).int()
+    cache = normal(batch * most, page, SIZES.row)
+    last = torch.tensor(kv_lens, device=CUDA) - 1
+    into = Slots(batch)
+    into.cache_NPC, into.slots_T = cache, torch.arange(batch, device=CUDA) * most * page + last
+    row, k_b = normal(batch, SIZES.projected), normal(SIZES.heads, SIZES.nope, SIZES.rank, std=0.05)
+    norm, turns = LatentNorm(normal(SIZES.rank), 1e-6), Turns(*angles(batch), True)
+    meta = paged_metadata(page, [1] * batch, kv_lens, table)
+    long, weight = normal(1500, 32768), normal(32768)
+
+    def run(between):
+        cache.view(-1, SIZES.row)[into.slots_T] = torch.nan
+        rms_norm(long, weight, 1e-5)
+        q = fused.absorbed_queries(row, k_b, norm, turns, SIZES, into)
+        between()
+        return backend(made).latent(made, q, cache, meta).out
+
+    want = run(torch.cuda.synchronize)
+    assert want.isfinite().all()
+    for _ in range(50):
+        assert torch.equal(run(lambda: None), want)

@@ -152,7 +152,10 @@ def test_a_graph_is_the_tower(sizes, backend):
     assert graphs.run(full, [(66, 66)]).isfinite().all()
     close(graphs.run(raw, sizes), want, 8)
     assert graphs.run(raw.float(), sizes) is None
-    assert graphs.run(raw[:1].expand(9, -1).contiguous(), [(1, 1)] * 9) is None
+    assert graphs.run(full[:1].expand(4420, -1), [(65, 68)]) is None
+    many = [(2, 2)] * 7 + [(5, 3)] * 12
+    raw = torch.randint(0, 256, (208, 588), dtype=torch.uint8, device="cuda")
+    close(graphs.run(raw, many), tower(raw, many, table), 8)
 
 
 class Towered:

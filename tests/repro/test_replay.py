@@ -1,6 +1,7 @@
 """Failures again from their capsules alone: in this process, in one of its own, at the command
 line."""
 
+import asyncio
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -10,10 +11,13 @@ import pytest
 import torch
 from msgspec import structs
 
-from tests.engine.driver import Golden, golden_llm
+from tests.engine.driver import GOLDEN, Golden, golden_llm
 from tests.engine.test_recorder import ends
 from tests.repro.plants import PLANTS
 from vitrail import SamplingParams
+from vitrail.config.engine import EngineConfig
+from vitrail.engine.client import EngineClient, Listener
+from vitrail.engine.request import EngineRequest
 from vitrail.repro.capsule import Capsule, read
 from vitrail.repro.outcome import ABSENT, REPRODUCED, UNTOLD, Outcome, verdict
 from vitrail.repro.replay import replay
@@ -121,6 +125,43 @@ def test_what_needs_a_gpu_that_is_not_here_cannot_be_told(
     assert "NVIDIA H200" in why
     elsewhere = Outcome(gpu="NVIDIA L4")
     assert verdict(capsule, elsewhere)[0] == UNTOLD
+
+
+def test_the_engine_behind_a_server_leaves_one(
+    golden: Golden, capsules: Made, plant: Callable[[str], None]
+):
+    """In its own process, as it goes on serving; and as a fault of the device ends it."""
+
+    async def served(name: str, ended: bool) -> None:
+        plant(name)
+        config = EngineConfig(
+            model=str(GOLDEN / "ckpt"), device="cpu", kv_cache_bytes=2 << 20, page_size=16
+        )
+        client, _ = await EngineClient.start(config, "tests.repro.planted_worker")
+        done: asyncio.Queue[object] = asyncio.Queue()
+        told = Listener(lambda o: done.put_nowait(o) if o.finish_reason else None, done.put_nowait)
+        for i in range(2):
+            request = EngineRequest(
+                id=f"r{i}",
+                prompt_token_ids=golden.text_ids,
+                images=[],
+                params=SamplingParams(temperature=0),
+                max_tokens=40,
+                stop_token_ids=frozenset(),
+                seed=0,
+            )
+            client.submit(client.stage([request]), told)
+        async with asyncio.timeout(60):
+            failed = [await done.get() for _ in range(2)]
+        assert ("exit code" in str(failed[0])) == ended
+        assert (client.dead is not None) == ended
+        await client.close()
+
+    for name, ended, word in (("rows", False, "no kernel"), ("device", True, "illegal memory")):
+        before = capsules()
+        asyncio.run(served(name, ended))
+        (path,) = [each for each in capsules() if each not in before]
+        assert word in read(path).signature
 
 
 def test_trials_run_elsewhere_and_go_on_after_what_ends_them(

@@ -1,15 +1,15 @@
 """Compiles every kernel that a table of plans names before anything is served: what does not
 compile here is refused, and no request waits for a compiler. What was compiled is kept on disk, by
 Triton and by `backends/kept`, which makes two things cheap: the next start, and compilers in
-processes of their own that begin while this one still loads (`warm_ahead`). Those only fill the
-disk: what is found wrong, and in which order, is decided here."""
+processes of their own that begin while this one still loads (`missing`, `engine/ahead`). Those only
+fill the disk: what is found wrong, and in which order, is decided here."""
 
-import os
-import subprocess
-import sys
+import logging
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from typing import NamedTuple
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
@@ -18,42 +18,35 @@ from vitrail.attention.plan import AttentionPlan
 from vitrail.config.finding import Finding
 from vitrail.config.hardware import Hardware
 
+if TYPE_CHECKING:
+    from vitrail.attention.backends.triton import Launch
 
-class Question(msgspec.Struct, frozen=True, kw_only=True):
-    """To a compiler's process: kernels `names` of what these plans name."""
+log = logging.getLogger("vitrail.attention")
 
-    plans: list[AttentionPlan]
-    names: list[str]
+
+class Question(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """To a compiler's process: the kernel `name` of those that `plan` names."""
+
+    plan: AttentionPlan
+    name: str
     gpu: Hardware
 
 
-def warm_ahead(plans: Iterable[AttentionPlan], gpu: Hardware) -> list[subprocess.Popen[bytes]]:
-    """Compile what is not on disk yet in processes of their own, as many as there are cores for,
-    and do not wait: the caller does. What fails in one is found by `warm`."""
-    wanted: dict[str, AttentionPlan] = {}
+def missing(plans: Iterable[AttentionPlan], gpu: Hardware) -> list[Question]:
+    """What is not on disk yet of what `plans` name, each kernel once, in their order."""
+    found: dict[str, Question] = {}
     for plan in plans:
-        wanted |= {name: plan for name, job in _jobs(plan, gpu) if not job.kept()}
-    most = min(len(wanted), max(1, (os.cpu_count() or 1) - 2))
-    started: list[subprocess.Popen[bytes]] = []
-    for number in range(most if len(wanted) > 1 else 0):
-        names = list(wanted)[number::most]
-        question = Question(plans=[wanted[n] for n in names], names=names, gpu=gpu)
-        command = [sys.executable, "-m", "vitrail.attention.warm_process"]
-        process = subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.DEVNULL)
-        assert process.stdin is not None, "asked for"
-        started.append(process)
-        # one that has ended already is no fault of this start: `warm` finds out what for
-        with suppress(BrokenPipeError), process.stdin as asked:
-            asked.write(msgspec.json.encode(question))
-    return started
+        for name, job in _jobs(plan, gpu):
+            if name not in found and not job.kept():
+                found[name] = Question(plan=plan, name=name, gpu=gpu)
+    return list(found.values())
 
 
 def answer(question: Question) -> None:
     """The process's side: compile what was asked for. Raises what a compiler raises."""
-    for plan, wanted in zip(question.plans, question.names, strict=True):
-        for name, job in _jobs(plan, question.gpu):
-            if name == wanted:
-                job.make()
+    for name, job in _jobs(question.plan, question.gpu):
+        if name == question.name:
+            job.make()
 
 
 class Job(NamedTuple):
@@ -61,6 +54,15 @@ class Job(NamedTuple):
 
     make: Callable[[], object]
     kept: Callable[[], bool]
+
+
+def prepare(plans: Iterable[AttentionPlan]) -> None:
+    """Import what kernels on disk are loaded with: seconds, which compilers at work hide."""
+    if any(plan.backend in ("cute", "fa4") for plan in plans):
+        from vitrail.attention.backends.kept import preload
+
+        with suppress(ImportError):  # `warm` says so
+            preload()
 
 
 def warm(plans: Iterable[AttentionPlan], gpu: Hardware) -> list[Finding]:
@@ -71,10 +73,12 @@ def warm(plans: Iterable[AttentionPlan], gpu: Hardware) -> list[Finding]:
             jobs.setdefault(name, (plan, job))
     found: list[Finding] = []
     for plan, job in jobs.values():
+        began = time.perf_counter()
         try:
             job.make()
         except Exception as error:  # noqa: BLE001  whatever a compiler raises is a refusal
             found.append(_failed(plan, gpu, error))
+        log.debug("%s %s: %.2f s", plan.backend, plan.kernel, time.perf_counter() - began)
     return found
 
 
@@ -82,29 +86,31 @@ def _jobs(plan: AttentionPlan, gpu: Hardware) -> Iterator[tuple[str, Job]]:
     """What is compiled for a plan, by a name that equal kernels share."""
     if plan.backend == "reference":
         return
-    from vitrail.attention.backends.kept import is_kept
-    from vitrail.attention.compile import compile_launch, triton_launches
+    from vitrail.attention.backends.kept import is_kept, noted
+    from vitrail.attention.compile import triton_launches
 
     for launch in triton_launches(plan):
-        # a look at Triton's disk costs about what finding it there does
-        yield repr(launch), Job(lambda launch=launch: compile_launch(launch, gpu.cc), lambda: True)
+        name = f"triton {launch}"
+        make = partial(_triton, launch, gpu.cc, name)
+        yield repr(launch), Job(make, partial(noted, name))
     if plan.backend == "cute":
         made = spec(plan)
-        yield (
-            repr(made),
-            Job(lambda: _cute(made), lambda: is_kept(f"cute {made}", ("decode",))),
-        )
+        kept = partial(is_kept, f"cute {made}", ("decode",))
+        yield repr(made), Job(partial(_cute, made), kept)
     if plan.backend == "fa4":
         from vitrail.attention.backends.fa4 import kernels_of, launches, parts_of
 
         for one in launches(plan):
-            yield (
-                repr(one),
-                Job(
-                    lambda one=one: kernels_of(one),
-                    lambda one=one: is_kept(f"fa4 {one}", parts_of(one)),
-                ),
-            )
+            kept = partial(is_kept, f"fa4 {one}", parts_of(one))
+            yield repr(one), Job(partial(kernels_of, one), kept)
+
+
+def _triton(launch: "Launch", cc: int, name: str) -> None:
+    from vitrail.attention.backends.kept import note
+    from vitrail.attention.compile import compile_launch
+
+    compile_launch(launch, cc)
+    note(name)
 
 
 def _cute(made: Spec) -> object:

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from vitrail.config.finding import Finding
+from vitrail.config.finding import Finding, printable
 
 Status = Literal["ok", "warning", "error", "unknown"]
 Fact = str | int | float | bool | None | Sequence["Fact"] | Mapping[str, "Fact"]
@@ -90,7 +90,8 @@ class Report:
 
 def show(report: Report, console: Console) -> None:
     """The table."""
-    table = Table(title=f"{report.model} on {report.device}", title_justify="left", expand=False)
+    title = Text(printable(f"{report.model} on {report.device}"))
+    table = Table(title=title, title_justify="left", expand=False)
     table.add_column("check", no_wrap=True)
     table.add_column("", no_wrap=True)
     table.add_column("what was seen")
@@ -108,7 +109,7 @@ def show(report: Report, console: Console) -> None:
 
 
 def _cell(row: Row) -> Text:
-    cell = Text("\n".join(row.details))
+    cell = Text("\n".join(map(printable, row.details)))
     for finding in row.findings:
         colour = WORDS["error" if finding.severity == "error" else "warning"][1]
         lines = (
@@ -121,7 +122,7 @@ def _cell(row: Row) -> Text:
             cell.append(line, style=style)
     if row.unknown is not None:
         cell.append("\n" if cell else "")
-        cell.append(row.unknown, style=WORDS["unknown"][1])
+        cell.append(printable(row.unknown), style=WORDS["unknown"][1])
     return cell
 
 

@@ -9,6 +9,7 @@ from typing import Literal, TypeVar, cast
 
 Severity = Literal["error", "warning"]
 T = TypeVar("T")
+_TEXTS = ("where", "saw", "rule", "change")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,8 +28,22 @@ class Finding:
         default=None, compare=False, repr=False
     )
 
+    def __post_init__(self) -> None:
+        # words of files and requests are quoted, and some would steer a terminal
+        texts = (self.where, self.saw, self.rule, self.change)
+        if not all(map(str.isprintable, texts)):
+            for name, text in zip(_TEXTS, texts, strict=True):
+                object.__setattr__(self, name, printable(text))
+
     def __str__(self) -> str:
         return f"{self.where}: {self.saw}. Rule: {self.rule}. Change: {self.change}."
+
+
+def printable(text: str) -> str:
+    """`text` with what no terminal should be sent, or what is no character, spelled out."""
+    return "".join(
+        c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in text
+    )
 
 
 class Refused(ValueError):

@@ -11,31 +11,48 @@ from vitrail.config.finding import Finding, Refused
 T = TypeVar("T", int, float, str, bool)
 Json = dict[str, object]
 _MISSING = object()
+MAX_FILE_BYTES = 128 << 20  # of what is read whole; the largest tokenizers have some 35 MB
 MAX_INT = 2**63 - 1  # what a tensor's size, an id or an offset can be
+
+
+def there(path: Path) -> bool:
+    """Whether a folder has this name, of whatever: what is there is read or refused."""
+    return path.is_symlink() or path.exists()
+
+
+def read_file(path: Path) -> bytes:
+    """A checkpoint's small file. Raises `Refused` for what is no regular file (a pipe would wait
+    without end), is too large, or cannot be read."""
+    rule = f"a readable file of at most {MAX_FILE_BYTES} bytes"
+    try:
+        if not path.is_file():
+            nothing = f"no such file in {path.parent}"
+            raise _refused(path, "not a regular file" if there(path) else nothing, rule)
+        with path.open("rb") as file:
+            data = file.read(MAX_FILE_BYTES + 1)
+    except OSError as error:
+        raise _refused(path, f"not readable ({error.strerror})", rule) from error
+    if len(data) > MAX_FILE_BYTES:
+        raise _refused(path, f"{path.stat().st_size} bytes", rule)
+    return data
+
+
+def _refused(path: Path, saw: str, rule: str) -> Refused:
+    change = "check that the model folder is complete"
+    return Refused(
+        Finding(where=path.name, saw=saw, rule=rule, change=change, code="bad_checkpoint")
+    )
 
 
 def load_json(path: Path) -> Json:
     """The JSON object in `path`. Raises `Refused` for a missing file, bad JSON or another type."""
-
-    def refuse(saw: str) -> Refused:
-        return Refused(
-            Finding(
-                where=path.name,
-                saw=saw,
-                rule="a checkpoint's configuration is one JSON object",
-                change="check that the model folder is complete",
-                code="bad_checkpoint",
-            )
-        )
-
-    if not path.is_file():
-        raise refuse(f"no such file in {path.parent}")
+    rule, data = "a checkpoint's configuration is one JSON object", read_file(path)
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(data.decode())
     except (ValueError, RecursionError) as error:  # also a number or a nesting without end
-        raise refuse(f"not JSON that we read ({error})") from error
+        raise _refused(path, f"not JSON that we read ({error})", rule) from error
     if not isinstance(value, dict):
-        raise refuse(f"a {type(value).__name__}")
+        raise _refused(path, f"a {type(value).__name__}", rule)
     return cast(Json, value)
 
 

@@ -8,7 +8,7 @@ after it."""
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple, cast
@@ -17,9 +17,9 @@ import torch
 from torch import nn
 
 from vitrail.attention.installed import releases
-from vitrail.attention.plan import PlanTable, make_table
+from vitrail.attention.plan import AttentionPlan, PlanTable, make_table
 from vitrail.attention.shape import AttentionSite, Phase
-from vitrail.attention.warm import warm, warm_ahead
+from vitrail.attention.warm import missing, prepare, warm
 from vitrail.cache.encoder import EncoderCache
 from vitrail.cache.encoder_pool import EncoderPool
 from vitrail.cache.kv_pool import KvPool
@@ -46,6 +46,7 @@ from vitrail.config.engine import EngineConfig, validate
 from vitrail.config.finding import Refused, accept, errors
 from vitrail.config.hardware import Hardware
 from vitrail.config.model import DType, ModelConfig, VisionConfig
+from vitrail.engine.ahead import Ahead
 from vitrail.engine.batch import BatchBuilder
 from vitrail.engine.deterministic import computed_as_asked
 from vitrail.engine.encode import ImageEncoder
@@ -57,12 +58,12 @@ from vitrail.engine.parcel import Door
 from vitrail.engine.placement import device_of, hardware_of, video_frames_of
 from vitrail.engine.policy import PATCHES_BESIDE, SchedulerLimits
 from vitrail.engine.prepare import ServingFacts
-from vitrail.engine.recorder import Recorder, Tables, facts_of, watched_start
+from vitrail.engine.recorder import Recorder, facts_of, watched_start
 from vitrail.engine.runner import Runner, RunnerParts
 from vitrail.engine.sampler import Sampler
 from vitrail.engine.scheduler import Scheduler
 from vitrail.engine.side import SideStream
-from vitrail.engine.warm_steps import Ahead, begin
+from vitrail.engine.warm_steps import missing_steps, note_steps
 from vitrail.layers.linear import torch_dtype
 from vitrail.models.checkpoint import Checkpoint
 from vitrail.models.interface import ImageModel, Model, ModelEntry
@@ -91,6 +92,7 @@ class _Stages:
     def done(self, name: str) -> None:
         now = time.perf_counter()
         self._took.append(f"{name} {now - self._last:.1f}")
+        log.debug("%s: %.2f s", name, now - self._last)
         self._last = now
 
     def __str__(self) -> str:
@@ -102,13 +104,15 @@ def build_engine(
     checkpoint: Checkpoint,
     processor: ImageProcessor | None,
     progress: load.Progress | None = None,
+    ahead: Ahead | None = None,
     capsules: Path | None = None,
 ) -> Built:
     """Raises `Refused` with every finding of the first stage that has any: choices, config.json,
     weights (headers), attention plans, cache size. Weights are read after all but the last.
-    `capsules`: the folder for capsules of what fails, here and in steps."""
+    `ahead`: compilers that have begun already; they end here. `capsules`: the folder for capsules
+    of what fails, here and in steps."""
     with watched_start(capsules, config, checkpoint):
-        return _build(config, checkpoint, processor, progress, capsules)
+        return _build(config, checkpoint, processor, progress, ahead, capsules)
 
 
 def _build(
@@ -116,6 +120,7 @@ def _build(
     checkpoint: Checkpoint,
     processor: ImageProcessor | None,
     progress: load.Progress | None,
+    ahead: Ahead | None,
     capsules: Path | None,
 ) -> Built:
     stages = _Stages()
@@ -124,20 +129,26 @@ def _build(
     device = device_of(config)
     hardware, entry = hardware_of(device), load_entry(checkpoint.architecture)
     model_config = accept(entry.read_config(checkpoint.config, checkpoint.generation))
-    dtype = served_dtype(config, model_config, device.type == "cpu")
+    dtype, vision = served_dtype(config, model_config, device.type == "cpu"), model_config.vision
     frames = video_frames_of(config, model_config)
     model = model_of(config, entry, model_config, dtype, device)
-    with _compile_ahead(config, checkpoint, model_config, model, dtype, hardware) as ahead:
-        patches = encoder_budget(config, model_config, processor, hardware)
-        tower_plans = image_plans(config, model, model_config.vision, dtype, patches, hardware)
-        stages.done("plans and kernels of the tower")
+    patches = encoder_budget(config, model_config, processor, hardware)
+    tower_plans = image_plans(config, model, vision, dtype, patches, hardware)
+    guess = _text_plans_ahead(config, model_config, model, dtype, hardware)
+    steps_name, steps = missing_steps(config, checkpoint)
+    with ahead or Ahead.begin(config) as ahead:
+        ahead.ask(missing([*tower_plans, *guess], hardware), steps)
+        stages.done("plans")
         load_weights(config, entry, model_config, model, checkpoint, device, progress)
-        model = computed_as_asked(config, model, model_config.vision, device)
+        model = computed_as_asked(config, model, vision, device)
         stages.done("weights")
+        prepare(tower_plans)
+        ahead.finish_kernels()
+        ready(tower_plans, hardware)
+        stages.done("kernels of the tower")
         largest = None if processor is None else processor.max_patches
-        budget = (patches, largest)
         encode_graphs = capture_tower(
-            config, model, tower_plans, model_config.vision, budget, device
+            config, model, tower_plans, vision, (patches, largest), device
         )
         stages.done("graphs of the tower")
         side = SideStream(device)
@@ -146,19 +157,14 @@ def _build(
     stages.done("measuring the tower, compilers beside")
     specs = stored_specs(config, model.cache_specs())
     sizes = _sizes(config, model_config, specs, patches, device, peak)
-    vision, encoder_pool = model_config.vision, EncoderPool()
+    encoder_pool = EncoderPool()
     encoder = image_encoder(model, vision, tower_plans, encoder_pool, side, encode_graphs)
     engine = _assemble(config, model_config, model, sizes, encoder, encoder_pool, device, stages)
     if capsules is not None:
-        tables = Tables(
-            text=engine.runner.parts.plans,
-            sites=model.text_sites(),
-            images=tower_plans,
-            image_sites=model.image_sites() if isinstance(model, ImageModel) else (),
-        )
         facts = facts_of(config, checkpoint, sizes, specs, hardware)
-        engine.keep(Recorder(capsules, facts, tables, engine.runner.parts.builder))
-    ahead.note()
+        engine.keep(Recorder(capsules, facts, engine.runner.parts, tower_plans))
+    if steps_name is not None:
+        note_steps(steps_name)
     log.info(
         "ready in %s: %s on %s in %s, %d KV tokens in %d pages of %s",
         stages,
@@ -194,32 +200,30 @@ def image_plans(
     patches: int,
     hardware: Hardware,
 ) -> PlanTable:
+    """As decided. Nothing is compiled yet."""
     limits = accept(image_limits(vision, dtype, patches, config.deterministic))
     sites = model.image_sites() if isinstance(model, ImageModel) else ()
     prefer = attention_of(config, hardware)
-    return _ready(make_table(sites, limits, hardware, prefer, releases()), hardware)
+    return make_table(sites, limits, hardware, prefer, releases())
 
 
-def _compile_ahead(
+def _text_plans_ahead(
     config: EngineConfig,
-    checkpoint: Checkpoint,
     model_config: ModelConfig,
     model: Model,
     dtype: DType,
     hardware: Hardware,
-) -> Ahead:
-    """Begin with the decoder's kernels while the tower's are compiled and weights are read. How
-    long requests may be is not known yet, so this is a guess that decides nothing."""
-    ahead = begin(config, checkpoint)
+) -> Iterable[AttentionPlan]:
+    """The decoder's, whose kernels are compiled while weights are read. How long requests may be is
+    not known yet, so this is a guess that decides nothing."""
     most = model_config.text.max_position
     longest = min(config.max_model_len or most, most)
     with suppress(Refused):
-        plans = _text_plans(config, model.text_sites(), dtype, longest, hardware)
-        ahead.add(warm_ahead(plans, hardware))
-    return ahead
+        return _text_plans(config, model.text_sites(), dtype, longest, hardware)
+    return ()
 
 
-def _ready(plans: PlanTable, hardware: Hardware) -> PlanTable:
+def ready(plans: PlanTable, hardware: Hardware) -> PlanTable:
     """Say why plans are not the best ones, and compile what they name. Raises `Refused`."""
     for warning in plans.warnings:
         log.warning("%s", warning)
@@ -291,10 +295,12 @@ def capture_tower(
     if vision is None or not isinstance(model, ImageModel) or not wanted:
         return None
     rungs = rungs_of(vision, *patches, model.image_sites(), plans)
-    before = torch.cuda.memory_reserved(device)
+    torch.cuda.empty_cache()
+    before = torch.cuda.mem_get_info(device)[0]
     graphs = EncodeGraphs(model, plans, vision, rungs, device)
     graphs.capture()
-    taken = torch.cuda.memory_reserved(device) - before
+    torch.cuda.empty_cache()
+    taken = before - torch.cuda.mem_get_info(device)[0]
     said = "%d graphs of the tower, of up to %d patches: %d MiB"
     log.info(said, len(rungs), graphs.most, taken >> 20)
     return graphs
@@ -347,7 +353,7 @@ def _assemble(
     # One page more than the manager knows of: where padded rows write.
     pool = KvPool(specs, sizes.cache.num_pages + bool(graphs), config.page_size, device)
     sites, hardware = model.text_sites(), hardware_of(device)
-    plans = _ready(_text_plans(config, sites, dtype, sizes.max_model_len, hardware), hardware)
+    plans = ready(_text_plans(config, sites, dtype, sizes.max_model_len, hardware), hardware)
     stages.done("plans and kernels of the decoder")
     row_bytes = model_config.text.hidden_size * ITEM_BYTES[dtype]
     door, vocab_size = Door(device), model_config.text.vocab_size

@@ -18,7 +18,7 @@ from torch import Tensor
 from vitrail.attention.plan import PlanTable
 from vitrail.config.model import VisionConfig
 from vitrail.models.interface import ImageModel
-from vitrail.ops.vision.naive import Grids, grid_ints
+from vitrail.ops.vision.naive import Grids
 from vitrail.vision.moonvit import CHANNELS
 from vitrail.vision.rungs import MOST_PICTURES, Sizes, padded, rung_sizes
 
@@ -69,16 +69,23 @@ class EncodeGraphs:
 
     def run(self, patches_NF: Tensor, sizes: Sizes) -> Tensor | None:
         """Features of packed sequences, valid until the next run; None where no graph takes them:
-        too many patches or pictures, or patches that are not raw samples."""
-        count = len(patches_NF)
-        at = bisect_left(self._rungs, count)
-        fits = at < len(self._rungs) and (self._tile is not None or len(sizes) <= MOST_PICTURES)
-        if not fits or patches_NF.dtype != torch.uint8 or self._features is None:
+        too many patches, or patches that are not raw samples. More pictures than a graph takes go
+        through several."""
+        if len(patches_NF) > self.most or patches_NF.dtype != torch.uint8:
             return None
-        rung = self._rungs[at]
+        if self._tile is not None or len(sizes) <= MOST_PICTURES:
+            return self._run(patches_NF, sizes)
+        groups = [sizes[i : i + MOST_PICTURES] for i in range(0, len(sizes), MOST_PICTURES)]
+        parts = patches_NF.split([sum(h * w for h, w in group) for group in groups])
+        pairs = zip(parts, groups, strict=True)
+        return torch.cat([self._run(part, group).clone() for part, group in pairs])
+
+    def _run(self, patches_NF: Tensor, sizes: Sizes) -> Tensor:
+        assert self._features is not None, "graphs are captured before they are run"
+        count = len(patches_NF)
+        rung = self._rungs[bisect_left(self._rungs, count)]
         self._patches[:count].copy_(patches_NF)
         if self._tile is None:
-            ints = torch.tensor(grid_ints(padded(sizes, rung)), dtype=torch.int32, pin_memory=True)
-            self._grids[rung].ints.copy_(ints, non_blocking=True)
+            self._grids[rung].ints.copy_(Grids.of(padded(sizes, rung), self._device).ints)
         self._graphs[rung].replay()
         return self._features[:count]

@@ -306,11 +306,12 @@ def capture_graphs(parts: GraphParts, config: EngineConfig, door: Door) -> Decod
         log.warning("%s", replace(found[0], severity="warning"))
         return None
     torch.cuda.empty_cache()
-    before = torch.cuda.mem_get_info(door.device)[0]
+    # of this process: the device's free memory is moved by others too
+    before = torch.cuda.memory_reserved(door.device)
     graphs = DecodeGraphs(parts, sizes, door.device)
     graphs.capture(door, Recorder(door.device))
     torch.cuda.empty_cache()
-    taken = before - torch.cuda.mem_get_info(door.device)[0]
+    taken = torch.cuda.memory_reserved(door.device) - before
     planned = graph_bytes(sizes, parts.sampler.vocab_size)
     log.info("%d decode graphs: %d MiB of %d planned", len(sizes), taken >> 20, planned >> 20)
     if taken > planned:

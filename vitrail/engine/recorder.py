@@ -21,19 +21,20 @@ from msgspec import structs
 
 from vitrail.attention.fault import kernel_fault
 from vitrail.attention.plan import AttentionPlan, PlanTable
-from vitrail.attention.shape import AttentionSite, Phase
+from vitrail.attention.shape import Phase
 from vitrail.cache.spec import LayerSpec
 from vitrail.check.sizes import Sizes, step_tokens
 from vitrail.config.cause import Cause
 from vitrail.config.engine import EngineConfig
 from vitrail.config.finding import Refused
 from vitrail.config.hardware import Hardware
-from vitrail.engine.batch import BatchBuilder
 from vitrail.engine.capsule import Array, Capsule, Held, Setup, Step, encoded
 from vitrail.engine.evidence import KERNELS, cause_of, trace_of, versions
 from vitrail.engine.placement import device_of, hardware_of
+from vitrail.engine.runner import RunnerParts
 from vitrail.engine.step import SequenceStep, SlotSetup, StepInputs, StepPlan
 from vitrail.models.checkpoint import Checkpoint
+from vitrail.models.interface import ImageModel
 
 log = logging.getLogger("vitrail.engine")
 WINDOW = 32  # steps
@@ -76,29 +77,22 @@ class Facts:
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Tables:
-    """Where plans of attention are looked up: the decoder's, the tower's."""
-
-    text: PlanTable
-    sites: Sequence[tuple[AttentionSite, Phase]]
-    images: PlanTable
-    image_sites: Sequence[tuple[AttentionSite, Phase]]
-
-    def select(self, plan: StepPlan) -> tuple[AttentionPlan, ...]:
-        """Those that a step runs."""
-        found: dict[AttentionPlan, None] = {}
-        chunks, decodes = plan.prefills, plan.decodes
-        for site, phase in self.sites:
-            rows = decodes if phase is Phase.DECODE else chunks
-            if rows:
-                longest = max(s.start + s.length for s in rows)
-                found[self.text.select(site, phase, len(rows), longest)] = None
-        for site, phase in self.image_sites if plan.encodes else ():
-            batch = sum(job.count for job in plan.encodes)
-            longest = max(job.height * job.width for job in plan.encodes)
-            found[self.images.select(site, phase, batch, longest)] = None
-        return tuple(found)
+def plans_of(
+    step: StepPlan, parts: RunnerParts, image_plans: PlanTable
+) -> tuple[AttentionPlan, ...]:
+    """Plans of attention that a step selects."""
+    found: dict[AttentionPlan, None] = {}
+    for site, phase in parts.model.text_sites():
+        rows = step.decodes if phase is Phase.DECODE else step.prefills
+        if rows:
+            longest = max(s.start + s.length for s in rows)
+            found[parts.plans.select(site, phase, len(rows), longest)] = None
+    if step.encodes and isinstance(parts.model, ImageModel):
+        batch = sum(job.count for job in step.encodes)
+        longest = max(job.height * job.width for job in step.encodes)
+        for site, phase in parts.model.image_sites():
+            found[image_plans.select(site, phase, batch, longest)] = None
+    return tuple(found)
 
 
 class _Noted(NamedTuple):
@@ -112,12 +106,12 @@ class _Noted(NamedTuple):
 
 
 class Recorder:
-    """Owns the ring of recent steps and the setups of rows in use. `builder` knows the pages that
-    rows have. One capsule is written for each signature."""
+    """Owns the ring of recent steps and the setups of rows in use. `parts`, `image_plans`: the
+    runner's, and the tower's. One capsule is written for each signature."""
 
-    def __init__(self, folder: Path, facts: Facts, tables: Tables, builder: BatchBuilder):
-        self._folder, self._facts, self._tables = folder, facts, tables
-        self._builder = builder
+    def __init__(self, folder: Path, facts: Facts, parts: RunnerParts, image_plans: PlanTable):
+        self._folder, self._facts = folder, facts
+        self._parts, self._image_plans = parts, image_plans
         self._recent: deque[_Noted] = deque(maxlen=WINDOW)
         self._slots: dict[int, Setup] = {}
         self._retired: deque[Setup] = deque(maxlen=RETIRED)
@@ -159,7 +153,9 @@ class Recorder:
         recent = list(self._recent)
         plan = next(noted.plan for noted in recent if noted.plan.index == failed)
         made = self._facts.capsule(error, cause)
-        made = structs.replace(made, failed=failed, plans=self._tables.select(plan))
+        made = structs.replace(
+            made, failed=failed, plans=plans_of(plan, self._parts, self._image_plans)
+        )
         while True:
             steps = self._steps(recent)
             made = structs.replace(made, steps=steps, entries=self._encoded_before(recent))
@@ -181,7 +177,7 @@ class Recorder:
                 first.setdefault(s.seq, s)
         before = {s.seq: s for s in first.values() if s.pages_before}
         pages = {
-            seq: self._builder.pages_of(s.slot, s.pages_before)
+            seq: self._parts.builder.pages_of(s.slot, s.pages_before)
             for seq, s in before.items()
             if owner[s.slot] == seq
         }

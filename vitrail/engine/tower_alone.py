@@ -17,6 +17,7 @@ from vitrail.engine.build import (
     image_encoder,
     image_plans,
     load_weights,
+    ready,
 )
 from vitrail.engine.deterministic import computed_as_asked
 from vitrail.engine.encode import ImageEncoder
@@ -54,7 +55,7 @@ def build_tower(
     if vision is None:
         raise Refused(_no_tower(checkpoint.architecture))
     patches = encoder_budget(config, model_config, processor, hardware)
-    plans = image_plans(config, model, vision, dtype, patches, hardware)
+    plans = ready(image_plans(config, model, vision, dtype, patches, hardware), hardware)
     load_weights(config, entry, model_config, model, checkpoint, device, None)
     model = computed_as_asked(config, model, vision, device)
     budget = (patches, None if processor is None else processor.max_patches)

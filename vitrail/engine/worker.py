@@ -6,16 +6,29 @@ import logging
 import signal
 import socket
 import sys
+from typing import TYPE_CHECKING
 
 from vitrail.config.engine import EngineConfig
 from vitrail.config.env import read_env
 from vitrail.config.finding import Refused
-from vitrail.engine.build import Built, build_engine
-from vitrail.engine.engine import Engine
-from vitrail.engine.ipc import Abort, EngineChannel, Loading, Ready, Refusal, Stepped, Submit
+from vitrail.engine.ahead import Ahead
+from vitrail.engine.ipc import (
+    Abort,
+    EngineChannel,
+    Loading,
+    ProfileWindow,
+    Ready,
+    Refusal,
+    Stepped,
+    Submit,
+)
 from vitrail.engine.request import Output
 from vitrail.models.assets import load_assets
 from vitrail.models.checkpoint import open_checkpoint
+
+if TYPE_CHECKING:
+    from vitrail.engine.build import Built
+    from vitrail.engine.engine import Engine
 
 
 def main(fd: int) -> int:
@@ -40,25 +53,35 @@ def main(fd: int) -> int:
         return 0
 
 
-def _build(channel: EngineChannel) -> Built:
+def _build(channel: EngineChannel) -> "Built":
     start = channel.start()
     config = EngineConfig(**start.config)  # pyright: ignore[reportArgumentType]
+    with Ahead.begin(config) as ahead:
+        return _build_beside(channel, config, start.profile, ahead)
+
+
+def _build_beside(
+    channel: EngineChannel, config: EngineConfig, window: ProfileWindow | None, ahead: Ahead
+) -> "Built":
+    from vitrail.engine.build import build_engine  # torch, for seconds
+
     checkpoint = open_checkpoint(config.model, config.revision)
     processor = load_assets(checkpoint).processor
 
     def progress(done: int, total: int, name: str) -> None:
         channel.send(Loading(done=done, total=total, name=name))
 
-    built = build_engine(config, checkpoint, processor, progress, read_env().capsules)
-    if start.profile is None:
+    capsules = read_env().capsules
+    built = build_engine(config, checkpoint, processor, progress, ahead, capsules)
+    if window is None:
         return built
     from vitrail.engine.profile import profiled
 
-    engine = profiled(built.engine, config, checkpoint, start.profile)
+    engine = profiled(built.engine, config, checkpoint, window)
     return built._replace(engine=engine)
 
 
-def serve_once(channel: EngineChannel, engine: Engine) -> None:
+def serve_once(channel: EngineChannel, engine: "Engine") -> None:
     """Take what has arrived (waiting for it when there is nothing to compute), run one step, send
     what it gave."""
     outputs: list[Output] = []

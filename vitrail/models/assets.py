@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from vitrail.config.finding import Finding
+from vitrail.config.reader import there
 from vitrail.models.checkpoint import Checkpoint
 from vitrail.models.registry import find, load_processor
 from vitrail.tokenizer.chat import ChatTemplate
@@ -62,8 +63,8 @@ def load_processor_of(checkpoint: Checkpoint) -> ImageProcessor | None:
 def _text_folder(checkpoint: Checkpoint) -> Path | None:
     """Where the tokenizer's files are, if they are."""
     folder = find(checkpoint.architecture).tokenizer_folder(checkpoint.folder)
-    there = any((folder / name).is_file() for name in ("tiktoken.model", "tokenizer.json"))
-    return folder if there else None
+    found = any(there(folder / name) for name in ("tiktoken.model", "tokenizer.json"))
+    return folder if found else None
 
 
 def vocabulary_findings(tokenizer: Tokenizer, vocab_size: int) -> list[Finding]:

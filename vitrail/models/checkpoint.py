@@ -1,6 +1,7 @@
 """Finding a checkpoint: a local folder, a GGUF file, or a hub id whose files are fetched. Owns
 which files may be fetched (never code or pickles). No torch; reads JSON and GGUF headers."""
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
@@ -8,7 +9,7 @@ from typing import cast
 from blake3 import blake3
 
 from vitrail.config.finding import Finding, Refused, accept
-from vitrail.config.reader import Json, load_json
+from vitrail.config.reader import Json, load_json, read_file, there
 from vitrail.models.gguf import ROPE_FACTORS, published_config
 from vitrail.models.registry import ARCHITECTURES
 from vitrail.weights.gguf import SUFFIX, GgufFile, GgufTensors, read
@@ -49,7 +50,7 @@ def open_checkpoint(model: str, revision: str | None = None, *, weights: bool = 
         raise Refused(_adapter(folder))
     config = load_json(folder / "config.json")
     generation_file = folder / "generation_config.json"
-    generation = load_json(generation_file) if generation_file.is_file() else {}
+    generation = load_json(generation_file) if there(generation_file) else {}
     found = config.get("architectures")
     names = cast(list[object], found) if isinstance(found, list) else list[object]()
     if len(names) != 1 or not isinstance(names[0], str):
@@ -135,18 +136,18 @@ def _rope_factors(file: GgufFile) -> list[float] | None:
 
 def _revision(folder: Path, architecture: str) -> bytes:
     """A digest of the names, sizes and times of the weights and of the small files' contents, in
-    the folder and in the sub-folders that the architecture has."""
+    the folder and in the sub-folders that the architecture has. Raises `Refused`."""
     digest = blake3()
     row = ARCHITECTURES.get(architecture)
     named = () if row is None else row.folders
     inner = sorted(folder / name for name in named if (folder / name).is_dir())
     for path in (p for place in (folder, *inner) for p in sorted(place.iterdir())):
-        name = str(path.relative_to(folder))
+        name = os.fsencode(path.relative_to(folder))
         if path.suffix == ".json":
-            digest.update(name.encode() + b"\0" + path.read_bytes())
-        elif path.suffix == ".safetensors":
+            digest.update(name + b"\0" + read_file(path))
+        elif path.suffix == ".safetensors" and path.is_file():
             stat = path.stat()
-            digest.update(f"{name}:{stat.st_size}:{stat.st_mtime_ns}".encode())
+            digest.update(name + f":{stat.st_size}:{stat.st_mtime_ns}".encode())
     return digest.digest()
 
 

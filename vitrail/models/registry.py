@@ -9,6 +9,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 from vitrail.config.finding import Finding, Refused
+from vitrail.config.reader import there
 
 if TYPE_CHECKING:
     from vitrail.models.interface import GgufEntry, ModelEntry
@@ -39,7 +40,7 @@ class Registered:
 
     def has_processor(self, folder: Path) -> bool:
         """Whether the checkpoint in `folder` has its image rule."""
-        return (self.processor_folder(folder) / "preprocessor_config.json").is_file()
+        return there(self.processor_folder(folder) / "preprocessor_config.json")
 
 
 _NVILA = "vitrail.models.nvila.model"

@@ -26,10 +26,10 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True):
 
 class Trials:
     """Owns the process, which is begun with the first trial and again after one that ended it. As a
-    context it is ended. `module`: what is run."""
+    context it is ended. `module`: what is run, `MODULE` if none is named."""
 
-    def __init__(self, model: str | None = None, module: str = MODULE, *, loud: bool = False):
-        self._model, self._module, self._loud = model, module, loud
+    def __init__(self, model: str | None = None, module: str | None = None):
+        self._model, self._module = model, module or MODULE
         self._process: subprocess.Popen[bytes] | None = None
         self._said = b""
 
@@ -66,7 +66,7 @@ class Trials:
             [sys.executable, "-m", self._module],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=None if self._loud else subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
         )
         return self._process
 

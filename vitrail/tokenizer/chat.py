@@ -16,7 +16,7 @@ from typing import cast
 from jinja2 import Template
 
 from vitrail.config.finding import Finding, Refused
-from vitrail.config.reader import Json, load_json
+from vitrail.config.reader import Json, load_json, read_file, there
 from vitrail.tokenizer.messages import (
     ContentForms,
     Message,
@@ -103,11 +103,11 @@ class ChatTemplate:
         """The template of the checkpoint in `folder`: chat_template.jinja, else chat_template.json,
         else `chat_template` of tokenizer_config.json; else one that refuses when it is used."""
         config = folder / "tokenizer_config.json"
-        data = load_json(config) if config.is_file() else {}
+        data = load_json(config) if there(config) else {}
         jinja, as_json = folder / "chat_template.jinja", folder / "chat_template.json"
-        if jinja.is_file():
+        if there(jinja):
             sources = {"default": _read_text(jinja)}
-        elif as_json.is_file():
+        elif there(as_json):
             sources = _sources(load_json(as_json), as_json.name)
         else:
             sources = _sources(data, config.name)
@@ -350,7 +350,7 @@ def _named_tokens(config: Json) -> dict[str, str]:
 
 def _read_text(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        return read_file(path).decode()
     except UnicodeDecodeError as error:
         raise _bad_template(path.name, f"not UTF-8 ({error})", "a template is text") from error
 

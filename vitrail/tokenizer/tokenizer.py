@@ -20,7 +20,7 @@ import tiktoken
 import tokenizers
 
 from vitrail.config.finding import Finding, Refused
-from vitrail.config.reader import Json, load_json
+from vitrail.config.reader import Json, load_json, read_file, there
 from vitrail.tokenizer.specials import Specials
 
 BYTES = frozenset(bytes([b]) for b in range(256))
@@ -61,14 +61,14 @@ class Tokenizer(ABC):
         """The tokenizer of the checkpoint in `folder`. Raises `Refused`: code `no_tokenizer` where
         there is none, `bad_tokenizer` or `bad_checkpoint` where it is garbled or of a kind we would
         not compute exactly."""
-        if (folder / "tiktoken.model").is_file():
+        if there(folder / "tiktoken.model"):
             return KimiTokenizer(folder)
-        if (folder / "tokenizer.json").is_file():
+        if there(folder / "tokenizer.json"):
             config = folder / "tokenizer_config.json"
             return JsonTokenizer(
                 load_json(folder / "tokenizer.json"),
-                (folder / "tokenizer.json").read_text(encoding="utf-8"),
-                load_json(config) if config.is_file() else {},
+                read_file(folder / "tokenizer.json").decode(),
+                load_json(config) if there(config) else {},
             )
         raise _bad(
             "tokenizer",
@@ -223,7 +223,7 @@ def _read_ranks(path: Path) -> dict[bytes, int]:
     """The lines "base64 rank" of a tiktoken file: ranks 0 .. n-1, all 256 single bytes among
     them."""
     ranks: dict[bytes, int] = {}
-    for number, line in enumerate(path.read_bytes().splitlines(), start=1):
+    for number, line in enumerate(read_file(path).splitlines(), start=1):
         if not line:
             continue
         try:

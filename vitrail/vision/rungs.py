@@ -10,7 +10,7 @@ from vitrail.config.model import VisionConfig
 Sizes = Sequence[tuple[int, int]]
 
 MOST_PATCHES = 18_432  # of a graph: with more the device takes longer than the host's launches
-MOST_PICTURES = 8  # of a graph of pictures; with more the host has less to hide
+MOST_PICTURES = 8  # of a graph of pictures: it has as many sequences, however small
 UNIT, FIRST = 64, 256  # patches between rungs at the least, and in the first
 APART = 128  # patches between rungs of small pictures
 # Backends that can read lengths on the device alone, so that a graph serves any.

@@ -160,17 +160,13 @@ def read_file(path: Path) -> list[TensorHeader] | Finding:
     where = path.name
     if not path.is_file():
         return _bad(where, "not a regular file", "a shard is a file", _REPAIR)
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        prefix = file.read(8)
-        if len(prefix) < 8:
-            return _bad(where, f"{size} bytes", "a file starts with 8 bytes of length", _REPAIR)
-        (length,) = struct.unpack("<Q", prefix)
-        limit = min(MAX_HEADER_BYTES, size - 8)
-        if length > limit:
-            saw = f"a header of {length} bytes in a file of {size}"
-            return _bad(where, saw, f"at most {limit} bytes", _REPAIR)
-        text = file.read(length)
+    try:
+        text, size = _header_text(path)
+    except OSError as error:
+        return _bad(where, f"not readable ({error.strerror})", "a shard can be read", _REPAIR)
+    if isinstance(text, Finding):
+        return text
+    length = len(text)
     header = _parse_object(text)
     if isinstance(header, str):
         return _bad(where, f"a header that is {header}", "a header is one JSON object", _REPAIR)
@@ -183,6 +179,21 @@ def read_file(path: Path) -> list[TensorHeader] | Finding:
         tensors.append(tensor)
     tensors.sort(key=lambda tensor: (tensor.start, tensor.stop))
     return layout_error(tensors, where, 8 + length, size) or tensors
+
+
+def _header_text(path: Path) -> tuple[bytes | Finding, int]:
+    """The header as it stands, or why there is none; and the file's size."""
+    where, size = path.name, path.stat().st_size
+    with path.open("rb") as file:
+        prefix = file.read(8)
+        if len(prefix) < 8:
+            return _bad(where, f"{size} bytes", "a file starts with 8 bytes of length", _REPAIR), 0
+        (length,) = struct.unpack("<Q", prefix)
+        limit = min(MAX_HEADER_BYTES, size - 8)
+        if length > limit:
+            saw = f"a header of {length} bytes in a file of {size}"
+            return _bad(where, saw, f"at most {limit} bytes", _REPAIR), 0
+        return file.read(length), size
 
 
 def header_of(name: str, file: str, entry: object, base: int) -> TensorHeader | Finding:

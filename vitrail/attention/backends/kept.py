@@ -101,7 +101,7 @@ def _load(files: Sequence[Path]) -> tuple[Kernel, ...] | None:
         return None
     from cutlass import cute  # seconds, which a look at the disk need not wait for
 
-    _preload()
+    preload()
     try:
         # the modules live as long as their functions
         return tuple(
@@ -118,7 +118,7 @@ def _function(module: Any) -> Kernel:
 
 
 @cache
-def _preload() -> None:
+def preload() -> None:
     """Loaded kernels find the compiler's runtime among the process's symbols."""
     from cutlass import cute
 

@@ -80,10 +80,11 @@ def absorbed_queries(
     if not tokens:
         return q_THC
     shape = tile(tokens, fixed=fixed)
-    products = -(-tokens // shape.tokens) * sizes.heads * -(-sizes.rank // R_BLOCK)
+    rotated = -(-tokens // shape.tokens) * sizes.heads
+    products = rotated * -(-sizes.rank // R_BLOCK)
     launch_early(
         absorbed_kernel,
-        (products + tokens,),
+        (products + rotated + tokens,),
         row_TX.device,
         row_TX,
         k_b_HNR,

@@ -1,0 +1,41 @@
+"""What runs where CI does not (benchmarks, the demo's training, tests of a GPU) names what the
+package has: a name that moved is found here, not on the GPU."""
+
+import ast
+import importlib
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+SCRIPTS = sorted(
+    p for folder in ("bench", "demo", "tests/gpu") for p in (ROOT / folder).rglob("*.py")
+)
+
+
+def lacking(source: str) -> list[str]:
+    """Names that are imported of the package and not there."""
+    found: list[str] = []
+    for node in ast.walk(ast.parse(source)):
+        if not isinstance(node, ast.ImportFrom) or not (node.module or "").startswith("vitrail"):
+            continue
+        module = importlib.import_module(str(node.module))
+        for name in (alias.name for alias in node.names):
+            inner = f"{node.module}.{name}"
+            is_package = hasattr(module, "__path__")
+            if not hasattr(module, name) and not (is_package and importlib.util.find_spec(inner)):
+                found.append(f"line {node.lineno}: {inner}")
+    return found
+
+
+def test_the_law_can_fail() -> None:
+    assert lacking("from vitrail.engine.step import StepPlan, NoSuchPlan") == [
+        "line 1: vitrail.engine.step.NoSuchPlan"
+    ]
+    assert lacking("from vitrail.ops import moe, nothing") == ["line 1: vitrail.ops.nothing"]
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda p: str(p.relative_to(ROOT)))
+def test_every_name_is_there(path: Path) -> None:
+    assert lacking(path.read_text()) == []

@@ -1,0 +1,69 @@
+"""The compilers' process: `python -m vitrail.engine.compilers PACKAGE...`, begun and asked by
+`ahead`. What takes seconds to import is imported once, the packages named among it; then each part
+is compiled by a fork, as many at once as there are cores for. Nothing here touches a device before
+it is forked, which no driver would survive."""
+
+import os
+import sys
+from collections import deque
+from contextlib import suppress
+from importlib import import_module
+from pathlib import Path
+
+import msgspec
+
+from vitrail.attention import compile as _  # Triton's compiler  # noqa: F401
+from vitrail.attention.warm import Question, answer
+from vitrail.config.engine import EngineConfig
+from vitrail.engine.ahead import KERNELS, STEPS, Part
+from vitrail.engine.warm_steps import run_steps
+from vitrail.models.checkpoint import open_checkpoint
+
+
+def main(packages: list[str]) -> int:
+    """Says on the standard output what is done (`ahead`); what compilers print is lost."""
+    said = os.dup(1)
+    os.dup2(2, 1)
+    for package in packages:
+        with suppress(ImportError):  # `warm` says so where a plan names it
+            import_module(package)
+    path = sys.stdin.readline()
+    if not path:  # nothing is missing
+        return 0
+    todo = deque(msgspec.json.decode(Path(path).read_bytes(), type=list[Part]))
+    most, running = max(1, (os.cpu_count() or 1) - 2), dict[int, str]()
+    while todo or running:
+        while todo and len(running) < most:
+            part = todo.popleft()
+            running[_fork(part)] = KERNELS if isinstance(part, Question) else STEPS
+        pid, status = os.wait()
+        letter = running.pop(pid)
+        os.write(said, (letter.upper() if status else letter).encode())
+    return 0
+
+
+def _fork(part: Part) -> int:
+    """The process that compiles it, which ends with 1 where a compiler raised."""
+    pid = os.fork()
+    if pid:
+        return pid
+    code = 1
+    try:
+        compile_part(part)
+        code = 0
+    finally:
+        os._exit(code)
+
+
+def compile_part(part: Part) -> None:
+    """Raises whatever its compiler raises."""
+    if isinstance(part, Question):
+        answer(part)
+        return
+    os.nice(5)  # attention is waited for first
+    config = EngineConfig(**part.config)  # pyright: ignore[reportArgumentType]
+    run_steps(config, open_checkpoint(config.model, config.revision), part.sizes)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
