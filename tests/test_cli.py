@@ -82,6 +82,8 @@ NIGHTLY = {
     "--against",
     "--baseline",
     "--known",
+    "--repro",
+    "--no-repro",
     "--read",
     "--bisect",
     "--commits",

@@ -2,6 +2,7 @@
 `tests/test_limits.py` freezes the list; nothing else in the package reads the environment."""
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -21,6 +22,15 @@ class Env:
     log: LogLevel
     api_key: str | None
     capsules: Path | None
+
+
+def child_env(changes: Mapping[str, str], path: Path | None = None) -> dict[str, str]:
+    """A child process's environment: this one's with changes, and packages looked for in `path`
+    before anywhere else."""
+    made = {**os.environ, **changes}
+    if path is not None:
+        made["PYTHONPATH"] = os.pathsep.join(filter(None, (str(path), made.get("PYTHONPATH"))))
+    return made
 
 
 def read_env() -> Env:

@@ -147,9 +147,7 @@ def _build(
         ready(tower_plans, hardware)
         stages.done("kernels of the tower")
         largest = None if processor is None else processor.max_patches
-        encode_graphs = capture_tower(
-            config, model, tower_plans, vision, (patches, largest), device
-        )
+        graphs = capture_tower(config, model, tower_plans, vision, (patches, largest), device)
         stages.done("graphs of the tower")
         side = SideStream(device)
         peak = _measure_encoder(model, tower_plans, model_config, dtype, patches, largest, side)
@@ -158,7 +156,7 @@ def _build(
     specs = stored_specs(config, model.cache_specs())
     sizes = _sizes(config, model_config, specs, patches, device, peak)
     encoder_pool = EncoderPool()
-    encoder = image_encoder(model, vision, tower_plans, encoder_pool, side, encode_graphs)
+    encoder = image_encoder(model, vision, tower_plans, encoder_pool, side, graphs)
     engine = _assemble(config, model_config, model, sizes, encoder, encoder_pool, device, stages)
     if capsules is not None:
         facts = facts_of(config, checkpoint, sizes, specs, hardware)

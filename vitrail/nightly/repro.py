@@ -4,7 +4,6 @@ sources and the files that it needs, which runs against whatever `vitrail` is in
 
 import base64
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -15,6 +14,7 @@ from pathlib import Path
 
 import msgspec
 
+from vitrail.config.env import child_env
 from vitrail.config.finding import Finding, Refused
 from vitrail.nightly.bisect import Search
 from vitrail.nightly.pieces import Pieces
@@ -99,13 +99,12 @@ class Writer:
     def _run(self, words: list[str], limit_s: float) -> tuple[int | None, str]:
         """Python in a folder of its own with the package that failed: its exit code, None if it
         takes longer, and the last line that it says."""
-        path = os.pathsep.join(filter(None, (str(self._root), os.environ.get("PYTHONPATH"))))
         with tempfile.TemporaryDirectory() as folder:
             try:
                 done = subprocess.run(
                     [sys.executable, *words],
                     cwd=folder,
-                    env={**os.environ, "PYTHONPATH": path},
+                    env=child_env({}, path=self._root),
                     timeout=limit_s,
                     stdout=subprocess.PIPE,
                     stderr=subprocess.STDOUT,
