@@ -2,6 +2,7 @@
 way: from the capsule that the test left, else the failing test itself, with the parts of the tests'
 sources and the files that it needs, which runs against whatever `vitrail` is installed."""
 
+import ast
 import base64
 import json
 import subprocess
@@ -138,7 +139,7 @@ def script_of(group: Group, search: Search, night: Night, root: Path) -> str:
         f"test:     {search.job.name}\n"
         f"seen:     vitrail @ {night.commit}, {night.machine}\n"
         f"needs:    vitrail @ {night.commit} (or another commit, to see whether it fails there)\n"
-        f"          {' '.join(_needs(pieces.imported, texts))}\n"
+        f"          {' '.join(_needs(texts))}\n"
         f"expected: the test passes within {limit:.0f} s: exit code 0; 1 while it fails in this\n"
         "          way, 2 where it cannot be told\n"
     )
@@ -199,12 +200,19 @@ def _opened(group: Group, search: Search) -> set[str]:
     return found
 
 
-def _needs(modules: set[str], texts: Mapping[str, str]) -> list[str]:
-    """Distributions of modules that are not Python's own, at the releases here."""
+def _needs(texts: Mapping[str, str]) -> list[str]:
+    """Distributions of what they import and of pytest's plugins, at the releases here."""
+    plugins = {"timeout = ": "pytest_timeout", "beartype": "beartype"}
+    found = {plugins[word] for word in plugins for text in texts.values() if word in text}
+    for text in (text for name, text in texts.items() if name.endswith(".py")):
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.Import):
+                found.update(alias.name.split(".")[0] for alias in node.names)
+            elif isinstance(node, ast.ImportFrom):
+                found.add(str(node.module).split(".")[0])
     known = packages_distributions()
-    said = {m for m in ("beartype", "pytest_timeout") if any(m in t for t in texts.values())}
-    names = {known[m][0] for m in {*modules, *said, "pytest"} if m in known}
-    return sorted(f"{name}=={version(name)}" for name in names - {"vitrail"})
+    names = {known[module][0] for module in found if module in known} - {"vitrail"}
+    return sorted(f"{name}=={version(name)}" for name in names)
 
 
 def _plain(text: str) -> str:
