@@ -229,9 +229,9 @@ def main() -> None:
     parser.add_argument("--running", type=int, default=256)
     parser.add_argument("--steps", type=int, default=1000)
     args = parser.parse_args()
+    torch.set_num_threads(1)  # else threads share the copy that a GPU's driver makes
     verify()
     _, times = run(make(args.running, args.steps), args.running)
-    torch.set_num_threads(1)
     parts = zip(times.schedule, times.graph, times.absorb, strict=False)
     steps = [(s[0] + b[0] + a[0], s[1] + b[1] + a[1]) for s, b, a in parts]
     print(f"{platform.processor() or platform.machine()}, {os.cpu_count()} cpus, ", end="")

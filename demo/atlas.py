@@ -37,7 +37,11 @@ HELD_FONTS = (
 
 
 def font_paths(directory: Path, names: tuple[str, ...]) -> list[str]:
-    found = {p.stem: str(p) for p in directory.rglob("*") if p.suffix in (".ttf", ".otf")}
+    found = {
+        p.stem.replace(" ", ""): str(p)
+        for p in directory.rglob("*")
+        if p.suffix in (".ttf", ".otf")
+    }
     missing = [n for n in names if n not in found]
     if missing:
         raise ValueError(f"{directory} lacks the fonts {missing}; see docs/notes/demo-training.md")

@@ -12,8 +12,9 @@ import numpy as np
 
 CHARS = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789 .,:-/$%&!?#+'()"
 MAX_CHARS = 12  # of one line of text
-MAX_LINES = 3
-QUESTION_LEN = 64
+LINE_CHARS = 20  # of a receipt's line: a name, a gap, a price
+MAX_LINES = 6  # of a receipt; other text has up to three
+QUESTION_LEN = 76
 ANSWER_LEN = 40
 
 COLOURS = (
@@ -21,6 +22,12 @@ COLOURS = (
 )  # fmt: skip
 SHAPES = ("circle", "square", "triangle")
 SIDES = ("left of", "right of", "above", "below")
+SIDE_WORDS = ("left", "right", "above", "below")
+FAR_WORDS = ("furthest left", "furthest right", "highest", "lowest")
+THIRDS = (
+    "top left", "top", "top right", "left", "middle", "right", "bottom left", "bottom",
+    "bottom right",
+)  # fmt: skip
 
 # Several prototypes of each colour, since people disagree about what is green.
 PROTOTYPES = {
@@ -114,6 +121,22 @@ FORMS = {
 }  # fmt: skip
 
 
+# A receipt's lines: what was sold, what is asked for, what comes after it.
+ITEMS = (
+    "coffee", "tea", "milk", "bread", "eggs", "butter", "cheese", "apples", "bananas", "rice",
+    "pasta", "soup", "salad", "pizza", "burger", "fries", "cola", "juice", "water", "beer",
+    "cake", "cookies", "muffin", "bagel", "donut", "sandwich", "chicken", "fish", "beef",
+    "wine", "tomatoes", "onions", "potatoes", "sugar", "salt", "honey", "soap", "paper", "pens",
+    "candy", "ice cream", "yogurt", "lunch", "dinner", "ticket", "book", "socks", "lamp",
+    "subtotal", "tax", "VAT", "tip",
+)  # fmt: skip
+TOTALS = ("total", "total", "total", "total:", "sum", "total due", "amount due", "to pay")
+PAID = ("cash", "change", "card", "visa", "paid", "rounding")
+CASES = (str.upper, str.capitalize, str.capitalize)
+SUMS = (("~1.~9~9", "~1~9.~9~9", "~1.~90", "0.~9~9"), ("~1.~9~9", "~1~9.~9~9", "~1~9~9.~9~9"))
+CURRENCIES = ("$", "")
+
+
 def encode_template(text: str) -> list[int]:
     codes, classes = [], list(CLASSES)
     i = 0
@@ -171,6 +194,35 @@ def build_strings(seed: int, per_kind: int = 6000) -> Strings:
     return Strings(np.array(rows, np.int64), np.array(lengths, np.int64), start, count)
 
 
+@dataclass
+class Receipts:
+    """Names, case after case in the order ITEMS, TOTALS, PAID, and the templates of sums."""
+
+    names: np.ndarray  # [cases * names, LINE_CHARS]
+    name_len: np.ndarray
+    sums: np.ndarray  # [currencies, 2 (an item's, a total's), templates, LINE_CHARS]
+    sum_len: np.ndarray
+
+
+def padded(codes: list[list[int]]) -> tuple[np.ndarray, np.ndarray]:
+    rows = [c + [0] * (LINE_CHARS - len(c)) for c in codes]
+    return np.array(rows, np.int64), np.array([len(c) for c in codes], np.int64)
+
+
+def build_receipts() -> Receipts:
+    names = [encode_template(case(n)) for case in CASES for n in (*ITEMS, *TOTALS, *PAID)]
+    each = max(len(s) for s in SUMS)
+    sums = [
+        encode_template(sign + forms[i % len(forms)])
+        for sign in CURRENCIES
+        for forms in SUMS
+        for i in range(each)
+    ]
+    rows, lengths = padded(sums)
+    shape = (len(CURRENCIES), len(SUMS), each)
+    return Receipts(*padded(names), rows.reshape(*shape, -1), lengths.reshape(shape))
+
+
 QUESTIONS = {
     "read": ("Read the text.", "What does the sign say?", "What is written here?",
              "What does it say?", "Read the sign.", "What is the text?", "read the text",
@@ -205,11 +257,32 @@ QUESTIONS = {
                  "What is the {c} shape?"),
     "exists": ("Is there {a} {c} {k}?", "Is there {a} {c} {k} in the picture?",
                "Do you see {a} {c} {k}?", "Can you see {a} {c} {k}?"),
+    "colour_is": ("Is the {k} {c}?", "Is the colour of the {k} {c}?"),
+    "count_is": ("Are there {n} {c} {k}s?", "Do you see {n} {c} {k}s?"),
     "beside": ("What is {s} the {c} {k}?", "Which shape is {s} the {c} {k}?"),
-    "relation": ("Is the {c} {k} {s} the {c2} {k2}?",),
+    "relation": ("Is the {c} {k} {s} the {c2} {k2}?", "Is the {c} {k} {t} the {c2} {k2}?"),
+    "relation_kind": ("Is the {k} {s} the {k2}?", "Is the {k} {t} the {k2}?"),
+    "side_across": ("Is the {c} {k} left or right of the {c2} {k2}?",),
+    "side_along": ("Is the {c} {k} above or below the {c2} {k2}?",),
+    "further": ("Which is further {w}, the {c} {k} or the {c2} {k2}?",),
+    "extreme": ("Which shape is {f}?", "What is {f}?"),
+    "where": ("Where is the {c} {k}?", "In which part is the {c} {k}?"),
+    "half": ("Is the {c} {k} on the left or on the right?",
+             "Where is the {c} {k}: left or right?"),
+    "total": ("What is the total?", "How much is the total?", "What is the total price?",
+              "What is the sum?", "How much is it in total?", "Total?"),
+    "item": ("How much is the {i}?", "What does the {i} cost?"),
 }  # fmt: skip
-FREE = {"k": SHAPES, "c": COLOURS, "s": SIDES, "c2": COLOURS, "k2": SHAPES}
-ORDER = ("s", "c", "k", "c2", "k2")  # of the free words in a group's rows, the wording last
+FURTHER = ("left", "right", "up", "down")
+TO_THE = ("to the left of", "to the right of", "above", "below")
+FREE = {
+    "s": SIDES, "t": TO_THE, "w": FURTHER, "f": FAR_WORDS, "n": tuple(map(str, range(10))),
+    "i": tuple(n.upper() if n == "VAT" else n for n in ITEMS),
+    "c": COLOURS, "k": SHAPES, "c2": COLOURS, "k2": SHAPES,
+}  # fmt: skip
+# Of the free words in a group's rows, the wording last; `s` and `t` say the same side.
+ORDER = ("s", "w", "f", "n", "i", "c", "k", "c2", "k2")
+MARKS = {"k": "\x01", "k2": "\x02"}  # stand behind the mention of a shape until it is found
 
 
 @dataclass
@@ -220,6 +293,7 @@ class Table:
     lengths: np.ndarray  # [n]
     start: dict[str, int]
     wordings: dict[str, int]
+    marks: np.ndarray | None = None  # [n, 2], the last byte of each mention of a shape, or -1
 
 
 def to_table(texts: list[str], width: int) -> tuple[np.ndarray, np.ndarray]:
@@ -235,12 +309,22 @@ def build_questions() -> Table:
     for name, wordings in QUESTIONS.items():
         start[name] = len(texts)
         free = [f for f in ORDER if "{" + f + "}" in wordings[0]]
-        for values in product(*(FREE[f] for f in free)):
-            words = dict(zip(free, values, strict=True))
+        for values in product(*(range(len(FREE[f])) for f in free)):
+            words = {f: FREE[f][v] for f, v in zip(free, values, strict=True)}
+            words["t"] = TO_THE[values[0]] if "s" in free else ""
             words["a"] = "an" if words.get("c", "")[:1] in tuple("aeiou") else "a"
+            words |= {f: words[f] + mark for f, mark in MARKS.items() if f in words}
             texts += [w.format(**words) for w in wordings]
-    rows, lengths = to_table(texts, QUESTION_LEN)
-    return Table(rows, lengths, start, {k: len(v) for k, v in QUESTIONS.items()})
+    marks = np.full((len(texts), 2), -1, np.int64)
+    for row, text in enumerate(texts):
+        seen = 0
+        for mention, mark in enumerate(MARKS.values()):
+            if mark in text:
+                marks[row, mention] = text.index(mark) - seen - 1
+                seen += 1
+    plain = [t.replace("\x01", "").replace("\x02", "") for t in texts]
+    rows, lengths = to_table(plain, QUESTION_LEN)
+    return Table(rows, lengths, start, {k: len(v) for k, v in QUESTIONS.items()}, marks)
 
 
 def build_answers() -> Table:
@@ -253,6 +337,8 @@ def build_answers() -> Table:
         "colour": list(COLOURS),
         "shape": list(SHAPES),
         "both": [f"{c} {k}" for c in COLOURS for k in SHAPES],
+        "side": list(SIDE_WORDS),
+        "where": list(THIRDS),
     }
     texts, start = [], {}
     for name, answers in groups.items():

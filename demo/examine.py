@@ -83,8 +83,8 @@ def examine(network: DemoNetwork, exam: Exam) -> tuple[dict[str, float], list[st
     lay = exam.layout
     with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
         tables = network.tables(lay)
-        _, hidden, _ = network(exam.pixels, exam.ids, exam.image_at, lay, tables)
-        best = network.decoder.lm_head(hidden).argmax(-1)
+        hidden = network(exam.pixels, exam.ids, exam.image_at, lay, tables)
+        best = network.decoder.lm_head(hidden.tokens).argmax(-1)
     asked = exam.labels != IGNORE
     wrong, best, labels = (asked & (best != exam.labels)).cpu(), best.cpu(), exam.labels.cpu()
     right: dict[str, list[bool]] = {}

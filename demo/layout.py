@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 PATCH = 14
-TEXT_BUDGET = 104  # tokens of a picture's slot beside its image tokens
+TEXT_BUDGET = 112  # tokens of a picture's slot beside its image tokens
 
 # (patch rows, patch columns): pictures a step
 LADDER = {
@@ -19,6 +19,8 @@ LADDER = {
     (8, 24): 8, (10, 10): 14, (10, 14): 12, (10, 18): 8, (12, 8): 10, (12, 12): 12, (12, 16): 10,
     (12, 20): 6, (14, 22): 5, (16, 10): 6, (16, 16): 6, (16, 24): 5, (18, 14): 4, (20, 20): 4,
     (24, 16): 3, (24, 32): 2, (28, 20): 2, (32, 32): 1,
+    (4, 24): 8, (6, 32): 4, (8, 4): 8, (12, 4): 6, (20, 6): 3, (24, 4): 4, (6, 4): 8, (12, 32): 2,
+    (16, 20): 4, (22, 14): 2, (30, 10): 1,
 }  # fmt: skip
 
 
@@ -105,13 +107,14 @@ def build_layout(ladder: dict[tuple[int, int], int], flash: bool) -> Layout:
     )
 
 
-def move(layout: Layout, device: str) -> Layout:
-    for name, value in vars(layout).items():
+def move(group, device: str):
+    """A dataclass's tensors, and those of the spans in it, brought to `device`."""
+    for name, value in vars(group).items():
         if isinstance(value, Tensor):
-            setattr(layout, name, value.to(device))
-    for part in (layout.vision, layout.language):
-        part.cu_seqlens = part.cu_seqlens.to(device)
-    return layout
+            setattr(group, name, value.to(device))
+        elif isinstance(value, Spans):
+            move(value, device)
+    return group
 
 
 def bicubic_matrix(table: tuple[int, int], ladder: dict[tuple[int, int], int]) -> Tensor:

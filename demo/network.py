@@ -5,12 +5,17 @@ since they are small.
 Shapes: T tokens or patches, H heads, K head dim, D hidden, E experts.
 """
 
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 from layout import Layout, Spans, bicubic_matrix
 from torch import Tensor, nn
 
-LABELS_PER_PATCH = 2  # the auxiliary head names the character at this many points of a patch
+LABELS_PER_PATCH = 3  # the auxiliary head names what lies at two points and whose centre is here
+# After these decoder layers heads name, at a mention of a shape, where it is; and, at the second of
+# two, whether the first is above it and left of it.
+SPOT_LAYER, SIDE_LAYER = 2, 3
 
 
 def rotate(x_THK: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -209,22 +214,32 @@ class Decoder(nn.Module):
         return angle.cos(), angle.sin()
 
     def forward(self, x: Tensor, tables: tuple[Tensor, ...], spans: Spans) -> tuple:
-        loads = []
+        loads, after = [], []
         for layer in self.layers:
             x, load = layer(x, *tables, spans)
             loads.append(load)
-        return self.norm(x), loads
+            after.append(x)
+        return self.norm(x), after, loads
+
+
+class Hidden(NamedTuple):
+    patches: Tensor
+    tokens: Tensor
+    after: list[Tensor]  # of the tokens after each decoder layer
+    loads: list[Tensor]  # of the experts of each layer
 
 
 class DemoNetwork(nn.Module):
     """Patches and token ids to hidden states; `lm_head` and `label_head` make the logits."""
 
-    def __init__(self, config: dict, labels: int):
+    def __init__(self, config: dict, labels: int, spots: int = 1):
         super().__init__()
         vision, text = config["vision_config"], config["text_config"]
         self.vision_tower = VisionTower(vision, labels)
         self.projector = Projector(vision["hidden_size"], text["hidden_size"])
         self.decoder = Decoder(text)
+        self.spot_head = nn.Linear(text["hidden_size"], 2 * spots)  # these two do not ship
+        self.side_head = nn.Linear(text["hidden_size"], 2 * 2)
         self.initialise()
 
     def initialise(self) -> None:
@@ -238,15 +253,15 @@ class DemoNetwork(nn.Module):
         return self.vision_tower.tables(layout), self.decoder.tables(layout)
 
     def forward(self, pixels: Tensor, ids_T: Tensor, image_at_M: Tensor, layout: Layout,
-                tables: tuple) -> tuple[Tensor, Tensor, list[Tensor]]:  # fmt: skip
-        """Hidden states of patches and of tokens, and the experts' loads of each layer."""
+                tables: tuple) -> Hidden:  # fmt: skip
         patches = self.vision_tower(pixels, tables[0], layout)
         features = self.projector(patches, layout.merge_M4)
         x = self.decoder.embed_tokens(ids_T)
         x = x.index_copy(0, image_at_M, features.to(x.dtype))
-        hidden, loads = self.decoder(x, tables[1], layout.language)
-        return patches, hidden, loads
+        return Hidden(patches, *self.decoder(x, tables[1], layout.language))
 
 
 def shipped_parameters(network: DemoNetwork) -> int:
-    return sum(p.numel() for n, p in network.named_parameters() if "label_head" not in n)
+    return sum(
+        p.numel() for n, p in network.named_parameters() if "_head" not in n.replace("lm_head", "")
+    )

@@ -6,7 +6,9 @@ Shapes: N patches, P pictures, L lines, C characters; y and x of pixels broadcas
 import torch
 from catalog import CHARS, COLOURS, MAX_LINES, SHAPES
 from layout import PATCH, Layout
-from scene import MAX_SHAPES, SPACE, Scene, Tables
+from lettering import SPACE
+from scene import BLOBS, MAX_SHAPES, WAVES, Scene
+from stock import Tables
 from torch import Tensor
 
 REACH = 800  # pixels of a level that a line may span
@@ -102,7 +104,8 @@ def shape_alpha(scene: Scene, picture: Tensor, s: int, y: Tensor, x: Tensor) -> 
     cy, cx = (shapes.centre_PS2[picture, s, i].view(view) for i in (0, 1))
     r = shapes.radius_PS[picture, s].view(view)
     kind = shapes.kind_PS[picture, s].view(view)
-    dy, dx = y - cy, x - cx
+    cos, sin = (f(shapes.angle_P)[picture].view(view) for f in (torch.cos, torch.sin))
+    dy, dx = cos * (y - cy) - sin * (x - cx), sin * (y - cy) + cos * (x - cx)
     circle = (dx * dx + dy * dy).sqrt() - r
     square = torch.maximum(dx.abs(), dy.abs()) - r * 0.92
     triangle = torch.maximum(dy - r, (dx.abs() * 2 - dy - r) / 2.236)
@@ -116,8 +119,25 @@ def over(image: Tensor, alpha: Tensor, colour: Tensor) -> Tensor:
     return image + (colour - image) * alpha[:, None]
 
 
+def clutter_at(scene: Scene, picture: Tensor, y: Tensor, x: Tensor) -> Tensor:
+    """What the clutter adds to the ground, [N, 3, 14, 14]."""
+    clutter, total = scene.clutter, torch.zeros((), device=y.device)
+    for i in range(WAVES):
+        down, across = (clutter.wave_PW2[picture, i, j].view(-1, 1, 1) for j in (0, 1))
+        wave = torch.sin(down * y + across * x + clutter.phase_PW[picture, i].view(-1, 1, 1))
+        total = total + wave[:, None] * clutter.wave_PW3[picture, i][..., None, None]
+    for i in range(BLOBS):
+        (cy, cx), (ry, rx) = (
+            (t[picture, i, j].view(-1, 1, 1) for j in (0, 1))
+            for t in (clutter.centre_PB2, clutter.radius_PB2)
+        )
+        soft = torch.exp(-(((y - cy) / ry) ** 2) - ((x - cx) / rx) ** 2)
+        total = total + soft[:, None] * clutter.blob_PB3[picture, i][..., None, None]
+    return total
+
+
 def paint(scene: Scene, tables: Tables, lookup: Tensor, layout: Layout, noise: Tensor) -> Tensor:
-    """Normalised patches [N, 588]. `noise` is normal, [N, 3, 14, 14]."""
+    """Pixels from 0 to 1, [N, 3, 14, 14]. `noise` is normal, of the same shape."""
     picture, text = layout.patch_picture_N, scene.text
     step = torch.arange(PATCH, device=picture.device)
     y = (layout.patch_origin_N2[:, 0].view(-1, 1, 1) + step.view(1, -1, 1)).float() + 0.5
@@ -128,6 +148,7 @@ def paint(scene: Scene, tables: Tables, lookup: Tensor, layout: Layout, noise: T
     image = scene.ground_P3[picture][..., None, None]
     image = image + slope[:, 0, :, None, None] * (y / h - 0.5)[:, None]
     image = image + slope[:, 1, :, None, None] * (x / w - 0.5)[:, None]
+    image = (image + clutter_at(scene, picture, y, x)).clamp(0, 1)
     by, bx = block_frame(scene, picture, y, x)
     inside, rim = panel_masks(scene, picture, by, bx)
     image = over(image, rim, text.border_P3[picture])
@@ -139,12 +160,23 @@ def paint(scene: Scene, tables: Tables, lookup: Tensor, layout: Layout, noise: T
     ink = text.colour_PL3.flatten(0, 1)[line].permute(0, 3, 1, 2)
     image = over(image, alpha, ink)
     image = image + noise * scene.noise_P[picture].view(-1, 1, 1, 1)
-    image = image.clamp(0, 1) * ((y < h) & (x < w))[:, None]
-    return (image * 2 - 1).flatten(1)
+    return image.clamp(0, 1)
+
+
+def as_patches(image: Tensor, scene: Scene, layout: Layout) -> Tensor:
+    """Normalised patches [N, 588]; what lies beyond a picture's content is black."""
+    picture = layout.patch_picture_N
+    step = torch.arange(PATCH, device=picture.device)
+    y = layout.patch_origin_N2[:, :1] + step
+    x = layout.patch_origin_N2[:, 1:] + step
+    h, w = (scene.size_P2[picture, i, None] for i in (0, 1))
+    inside = (y < h)[:, None, :, None] & (x < w)[:, None, None, :]
+    return (image * inside * 2 - 1).flatten(1)
 
 
 def patch_labels(scene: Scene, tables: Tables, lookup: Tensor, layout: Layout) -> Tensor:
-    """[N, points]: the character whose cell covers the point, else the shape that does, else 0."""
+    """[N, points + 1]: the character whose cell covers the point, else the shape that does, else 0;
+    and the shape whose centre lies in the patch, or 0."""
     picture, shapes = layout.patch_picture_N, scene.shapes
     y = layout.patch_origin_N2[:, :1].float() + PATCH / 2
     x = layout.patch_origin_N2[:, 1:].float() + tables.label_x
@@ -157,7 +189,11 @@ def patch_labels(scene: Scene, tables: Tables, lookup: Tensor, layout: Layout) -
     inside &= (gx < tables.width.flatten()[glyph]) & (char != SPACE)
     label = torch.zeros_like(char)
     pair = 1 + len(CHARS) + shapes.colour_PS * len(SHAPES) + shapes.kind_PS
+    middle = torch.zeros_like(picture)
     for s in range(MAX_SHAPES):
         covered = shape_alpha(scene, picture, s, y, x) > 0.5
         label = torch.where(covered, pair[picture, s, None], label)
-    return torch.where(inside, char + 1, label)
+        off = shapes.centre_PS2[picture, s] - layout.patch_origin_N2
+        here = ((off >= 0) & (off < PATCH)).all(-1) & shapes.shown_PS[picture, s]
+        middle = torch.where(here, pair[picture, s], middle)
+    return torch.cat([torch.where(inside, char + 1, label), middle[:, None]], 1)

@@ -1,35 +1,42 @@
 """Trains the demo model on pictures composed on the GPU: one static step, compiled and captured.
 
 `python demo/train.py --seconds 900 --out DIR` wants a CUDA device, atlas.npz (atlas.py) and
-exam.npz (examine.py). Checkpoints are weights in fp32, in two safetensors files, without optimizer
-state. The recipe: a dense label on every patch whose weight falls, short big text first, experts
-computed densely and kept busy by nudging the router's bias, AdamW with a cosine.
+exam.npz (examine.py). The recipe: dense labels on every patch whose weight falls, short big text
+first, experts computed densely and kept busy by nudging the router's bias, AdamW with a cosine.
+
+Checkpoints are weights in fp32, in two safetensors files; `--resume` takes them, or a checkpoint
+folder, with AdamW anew after a warm-up. With `--keep-state` a third file holds the optimizer, the
+step and the state of the draws: resumed with it, a run goes on as if it had not stopped.
 """
 
 import argparse
 import json
 import math
+import subprocess
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from atlas import load_atlas
-from catalog import build_answers, build_questions, build_strings
-from dialogue import IGNORE, Phrases, draw_turns, write_dialogue
+from catalog import build_answers, build_questions, build_receipts, build_strings
+from dialogue import IGNORE, SPOTS, Dialogue, Phrases, draw_turns, write_dialogue
 from examine import Exam, build_exam, examine, load_samples
 from export import load_published
+from jpeg import build_blocks, compress
 from layout import LADDER, PATCH, build_layout, move
-from network import DemoNetwork, Experts, shipped_parameters
-from paint import LABELS, character_lookup, paint, patch_labels
+from network import SIDE_LAYER, SPOT_LAYER, DemoNetwork, Experts, shipped_parameters
+from paint import LABELS, as_patches, character_lookup, paint, patch_labels
 from safetensors.torch import load_file, save_file
-from scene import Knobs, Lot, Tables, draw_scene
+from scene import draw_scene
+from stock import Knobs, Lot, Tables
 from torch import Tensor
 
-WARMUP_STEPS = 400
+STATE = "state.safetensors"
 MAX_CHARS_UNTIL = ((600, 3), (1600, 6), (3200, 9))  # before this step, at most so many characters
 MIN_EM_UNTIL = ((800, 22), (2500, 17), (6000, 13))  # before this step, at least so many pixels
-MIN_EM = 11
+MIN_EM = 14
 
 
 def until(table: tuple[tuple[int, int], ...], step: int, final: int) -> int:
@@ -47,6 +54,19 @@ def label_loss(network: DemoNetwork, patches: Tensor, labels: Tensor, weight: Te
     return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), weight=weight)
 
 
+def spot_loss(network: DemoNetwork, after: list[Tensor], spots: Tensor) -> Tensor:
+    """Where mentioned shapes are and on which side of each other; 0 where none is mentioned."""
+    place = network.spot_head(after[SPOT_LAYER]).float().unflatten(-1, (2, SPOTS))
+    side = network.side_head(after[SIDE_LAYER]).float().unflatten(-1, (2, 2))
+    total = torch.zeros((), device=spots.device)
+    for logits, labels in ((place, spots[:, :2]), (side, spots[:, 2:])):
+        each = F.cross_entropy(
+            logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE, reduction="sum"
+        )
+        total = total + each / (labels != IGNORE).sum().clamp(min=1)
+    return total
+
+
 class Trainer:
     """Owns the network, its optimizer and the step; `run` replays the step on a schedule."""
 
@@ -55,23 +75,37 @@ class Trainer:
         torch.manual_seed(args.seed)
         ladder = LADDER if not args.tiny else {(4, 6): 2, (8, 8): 2}
         flash = self.device == "cuda" and args.attention == "flash"
-        self.layout = move(build_layout(ladder, flash), self.device)
-        self.tables = Tables(build_strings(args.seed), load_atlas(args.atlas), self.device)
+        layout = build_layout(ladder, flash)
+        self.layout, self.blocks = (
+            move(layout, self.device),
+            move(build_blocks(layout), self.device),
+        )
+        self.tables = Tables(
+            build_strings(args.seed), build_receipts(), load_atlas(args.atlas), self.device
+        )
         self.phrases = Phrases(build_questions(), build_answers(), self.device)
-        self.network = DemoNetwork(config, LABELS).to(self.device)
+        self.network = DemoNetwork(config, LABELS, SPOTS).to(self.device)
+        stored = [p for p in args.resume if Path(p).name == STATE]
         for path in args.resume:
-            self.resume(path)
+            if path not in stored:
+                self.resume(path)
         self.rope = self.network.tables(self.layout)
         self.lot = Lot(self.device)
-        self.knobs = Knobs(*(torch.zeros((), device=self.device) for _ in range(4)))
+        self.knobs = Knobs(*(torch.zeros((), device=self.device) for _ in range(5)))
         self.knobs.max_chars = self.knobs.max_chars.long()
         self.lr = torch.zeros((), device=self.device)
         self.class_weight = torch.ones(LABELS, device=self.device)
         self.class_weight[0] = 0.2
-        self.meter = torch.zeros(3, device=self.device)  # text loss, label loss, gradient norm
-        self.optimizer = self.build_optimizer()
-        self.paint, self.text_loss, self.label_loss = paint, text_loss, label_loss
-        self.labels_of = patch_labels
+        self.meter = torch.zeros(4, device=self.device)  # losses: text, labels, spots; norm
+        self.curriculum = not args.resume  # short big text first
+        self.optimizer, self.done = self.build_optimizer(), 0  # steps
+        self.draw_scene, self.draw_turns = draw_scene, draw_turns
+        self.write_dialogue = write_dialogue
+        self.paint, self.labels_of = paint, patch_labels
+        self.compress, self.as_patches = compress, as_patches
+        self.text_loss, self.label_loss, self.spot_loss = text_loss, label_loss, spot_loss
+        for path in stored:
+            self.load_state(path)
         if args.compile:
             self.compile()
 
@@ -85,6 +119,26 @@ class Trainer:
         fitting = {k: v for k, v in state.items() if v.shape == own[k].shape}
         print("not resumed, of another shape:", sorted(state.keys() - fitting.keys()))
         self.network.load_state_dict(fitting, strict=False)
+
+    def state(self) -> dict[str, Tensor]:
+        """The optimizer's state, the step, and the state of the random draws."""
+        draws = torch.cuda.get_rng_state() if self.device == "cuda" else torch.get_rng_state()
+        flags = {"done": self.done, "curriculum": self.curriculum}
+        out = {"draws": draws} | {k: torch.tensor(int(v)) for k, v in flags.items()}
+        for name, parameter in self.network.named_parameters():
+            for key, value in self.optimizer.state[parameter].items():
+                out[f"{key} {name}"] = value.detach().cpu().clone()
+        return out
+
+    def load_state(self, path: str) -> None:
+        stored = load_file(path)
+        draws, self.done = stored.pop("draws"), int(stored.pop("done"))
+        self.curriculum = bool(stored.pop("curriculum"))
+        named = dict(self.network.named_parameters())
+        for name, value in stored.items():
+            key, parameter = name.split(" ")
+            self.optimizer.state[named[parameter]][key] = value.to(self.device)
+        torch.cuda.set_rng_state(draws) if self.device == "cuda" else torch.set_rng_state(draws)
 
     def build_optimizer(self) -> torch.optim.Optimizer:
         groups: dict[float, list[Tensor]] = {0.03: [], 0.0: []}  # by weight decay
@@ -106,54 +160,61 @@ class Trainer:
         blocks = [*self.network.vision_tower.blocks, *self.network.decoder.layers]
         for block in [*blocks, self.network.projector]:
             block.compile(dynamic=False)
-        self.paint = torch.compile(paint, dynamic=False)
-        self.labels_of = torch.compile(patch_labels, dynamic=False)
-        self.text_loss = torch.compile(text_loss, dynamic=False)
-        self.label_loss = torch.compile(label_loss, dynamic=False)
+        names = ["paint", "labels_of", "compress", "as_patches"]
+        names += ["text_loss", "label_loss", "spot_loss"]
+        if self.args.fuse_draws:
+            names += ["draw_scene", "draw_turns", "write_dialogue"]
+        for name in names:
+            setattr(self, name, torch.compile(getattr(self, name), dynamic=False))
 
     @torch.no_grad()
-    def compose(self) -> tuple[Tensor, ...]:
-        scene = draw_scene(self.layout, self.tables, self.knobs, self.lot)
+    def compose(self) -> tuple[Tensor, Tensor, Dialogue]:
+        """Patches, their dense labels, and what is said about the pictures."""
+        scene = self.draw_scene(self.layout, self.tables, self.knobs, self.lot)
         lookup = character_lookup(scene)
         patches = len(self.layout.patch_picture_N)
         noise = torch.randn(patches, 3, PATCH, PATCH, device=self.device)
-        pixels = self.paint(scene, self.tables, lookup, self.layout, noise)
+        image = self.paint(scene, self.tables, lookup, self.layout, noise)
+        image = self.compress(image, scene.quality_P, self.blocks)
+        pixels = self.as_patches(image, scene, self.layout)
         dense = self.labels_of(scene, self.tables, lookup, self.layout)
-        row, answer = draw_turns(scene, self.phrases, self.lot)
-        return pixels, dense, *write_dialogue(row, answer, self.layout, self.phrases, self.lot)
+        turns = self.draw_turns(scene, self.layout, self.phrases, self.lot)
+        return pixels, dense, self.write_dialogue(turns, self.layout, self.phrases, self.lot)
 
     def step(self) -> None:
         self.optimizer.zero_grad(set_to_none=True)
-        pixels, dense, ids, labels, weight, image_at = self.compose()
+        pixels, dense, said = self.compose()
         with torch.autocast(self.device, torch.bfloat16, enabled=self.device == "cuda"):
-            patches, hidden, loads = self.network(pixels, ids, image_at, self.layout, self.rope)
-            text = self.text_loss(self.network, hidden, labels, weight)
-            label = self.label_loss(self.network, patches, dense, self.class_weight)
-        (text + self.knobs.label_weight * label).backward()
+            out = self.network(pixels, said.ids, said.image_at, self.layout, self.rope)
+            text = self.text_loss(self.network, out.tokens, said.labels, said.weight)
+            label = self.label_loss(self.network, out.patches, dense, self.class_weight)
+            spot = self.spot_loss(self.network, out.after, said.spots)
+        (text + self.knobs.label_weight * label + self.knobs.spot_weight * spot).backward()
         norm = torch.nn.utils.clip_grad_norm_(self.network.parameters(), 1.0)
         self.optimizer.step()
         with torch.no_grad():
-            for layer, load in zip(self.network.decoder.layers, loads, strict=True):
+            for layer, load in zip(self.network.decoder.layers, out.loads, strict=True):
                 if isinstance(layer.mlp, Experts):
                     nudge = torch.sign(load.mean() - load) * self.knobs.bias_rate
                     layer.mlp.e_score_correction_bias.add_(nudge)
-            self.meter.lerp_(torch.stack([text, label, norm]).detach(), 0.02)
+            self.meter.lerp_(torch.stack([text, label, spot, norm]).detach(), 0.02)
 
     def set_schedule(self, step: int, fraction: float) -> None:
         cosine = 0.5 * (1 + math.cos(math.pi * min(1.0, fraction)))
-        heat = min(1.0, (step + 1) / WARMUP_STEPS) * (0.98 * cosine + 0.02)
-        late = step if not self.args.resume else 10**9
+        heat = min(1.0, (step + 1) / self.args.warmup) * (0.98 * cosine + 0.02)
+        late = step if self.curriculum else 10**9
         self.lr.fill_(self.args.lr * heat)
         self.knobs.bias_rate.fill_(1e-3 * heat)
         self.knobs.max_chars.fill_(until(MAX_CHARS_UNTIL, late, 12))
         self.knobs.min_em.fill_(until(MIN_EM_UNTIL, late, MIN_EM))
-        self.knobs.label_weight.fill_(max(0.05, 0.7 * (1 - 2.5 * fraction)))
+        self.knobs.label_weight.fill_(max(0.05, 0.6 * (1 - 1.5 * fraction)))
+        self.knobs.spot_weight.fill_(max(0.03, 0.3 * (1 - 1.5 * fraction)))
 
-    def ready_step(self) -> tuple:
+    def ready_step(self) -> Callable[[], None]:
         """The step as a callable: a graph's replay on CUDA, itself elsewhere."""
-        self.set_schedule(0, 0.0)
+        self.set_schedule(self.done, self.args.start)
         if self.device != "cuda" or not self.args.graph:
-            return self.step, 0
+            return self.step
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
@@ -163,87 +224,112 @@ class Trainer:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             self.step()
-        return graph.replay, 3
+        self.done += 3
+        return graph.replay
 
-    def save(self, facts: dict) -> None:
-        """Weights in fp32 in two files of about equal size, and what the run knows of itself."""
+    def save(self) -> None:
+        """Weights in fp32 in two files of about equal size."""
         state = {k: v.detach().cpu() for k, v in self.network.state_dict().items()}
         half, files, total = sum(v.nbytes for v in state.values()) / 2, ({}, {}), 0
         for name, value in state.items():
             files[total > half][name] = value.contiguous()
             total += value.nbytes
         for i, tensors in enumerate(files):
-            save_file(tensors, self.args.out / f"resume-{i}.safetensors")
-        (self.args.out / "run.json").write_text(json.dumps(facts, indent=1))
+            path = self.args.out / f"resume-{i}.safetensors"
+            save_file(tensors, path.with_suffix(".new"))
+            path.with_suffix(".new").replace(path)  # a run that is killed leaves whole files
+        if self.args.keep_state:
+            save_file(self.state(), self.args.out / STATE)
 
     def examine(self, exam: Exam, examples: int) -> dict[str, float]:
         with torch.compiler.set_stance("force_eager"):
             shares, failures = examine(self.network, exam)
-        print("  " + " ".join(f"{k} {v:.3f}" for k, v in shares.items()))
+        print("  " + " ".join(f"{k} {v:.3f}" for k, v in shares.items()), flush=True)
         for line in failures[:: max(1, len(failures) // max(1, examples))][:examples]:
             print("    wrong:", line)
         return shares
 
-    def run(self, exam: Exam) -> None:
-        begun = time.time()
-        replay, step = self.ready_step()
+    def run(self, exam: Exam | None) -> None:
+        """Steps until the seconds or the steps are over, whichever is first; the schedule follows
+        the steps where their number is given, else the clock."""
+        args, begun = self.args, time.time()
+        replay = self.ready_step()
         self.sync()
-        print(f"ready after {time.time() - begun:.1f} s", flush=True)
-        start, history, next_exam = time.time(), [], self.args.exam_seconds
-        base = self.args.start
+        used = time.time() - args.began
+        print(f"ready after {time.time() - begun:.1f} s, {used:.1f} s in all", flush=True)
+        seconds = max(1.0, min(args.seconds, args.limit - used))
+        start, history, next_exam = time.time(), [], args.exam_seconds
         while True:
             elapsed = time.time() - start
-            fraction = base + (1 - base) * elapsed / self.args.seconds
-            done = fraction >= 1 or step >= self.args.steps
-            if done or elapsed > next_exam:
-                next_exam = elapsed + self.args.exam_seconds
-                self.report(step, elapsed, exam, history)
-            if done:
+            part = self.done / args.steps if args.steps else elapsed / seconds
+            fraction = args.start + (1 - args.start) * part
+            over = part >= 1 or elapsed >= seconds
+            if over or elapsed > next_exam:
+                next_exam = elapsed + args.exam_seconds
+                self.report(elapsed, exam, history)
+            if over:
                 break
-            for _ in range(10):
-                self.set_schedule(step, fraction)
+            for _ in range(1 if args.steps else 10):
+                self.set_schedule(self.done, fraction)
                 replay()
-                step += 1
+                self.done += 1
             self.sync()
-            if step % 500 < 10:
-                self.log(step, elapsed, history)
+            if self.done % 500 < 10:
+                self.log(elapsed, history)
 
     def sync(self) -> None:
         if self.device == "cuda":
             torch.cuda.synchronize()
 
-    def log(self, step: int, elapsed: float, history: list) -> None:
-        text, label, norm = self.meter.tolist()
-        line = {"step": step, "seconds": round(elapsed, 1), "text": round(text, 4),
-                "label": round(label, 4), "norm": round(norm, 3)}  # fmt: skip
+    def log(self, elapsed: float, history: list) -> None:
+        text, label, spot, norm = self.meter.tolist()
+        line = {"step": self.done, "seconds": round(elapsed, 1), "text": round(text, 4),
+                "label": round(label, 4), "spot": round(spot, 4),
+                "norm": round(norm, 3)}  # fmt: skip
         history.append(line)
         print(" ".join(f"{k} {v}" for k, v in line.items()), flush=True)
 
-    def report(self, step: int, elapsed: float, exam: Exam, history: list) -> None:
-        self.log(step, elapsed, history)
-        history[-1]["exam"] = self.examine(exam, 12)
-        seen = step * self.layout.pictures
-        args = {k: str(v) for k, v in vars(self.args).items()}
-        self.save({"args": args, "pictures": seen, "history": history})
+    def report(self, elapsed: float, exam: Exam | None, history: list) -> None:
+        self.log(elapsed, history)
+        self.save()
+        seen = self.done * self.layout.pictures
         print(f"  saved; {seen / 1e6:.2f} M pictures", flush=True)
+        if exam:
+            history[-1]["exam"] = self.examine(exam, 12)
+        args = {k: str(v) for k, v in vars(self.args).items()}
+        facts = {"commit": commit(), "args": args, "pictures": seen, "history": history}
+        (self.args.out / "run.json").write_text(json.dumps(facts, indent=1))
+
+
+def commit() -> str:
+    """The commit of the code, with a `+` where files differ from it; empty outside a checkout."""
+    git = ["git", "-C", str(Path(__file__).parent)]
+    head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
+    clean = subprocess.run([*git, "diff", "--quiet", "HEAD"], capture_output=True, check=False)
+    return head.stdout.strip() + ("+" if head.stdout and clean.returncode else "")
 
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, default=900)
-    parser.add_argument("--steps", type=int, default=10**9)
+    parser.add_argument("--limit", type=float, default=1e9, help="seconds, the start's included")
+    parser.add_argument("--began", type=float, default=time.time(), help="when they began to count")
+    parser.add_argument("--warmup", type=int, default=400, help="steps")
+    parser.add_argument("--steps", type=int, default=0, help="of the whole run")
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--start", type=float, default=0.0, help="fraction of the schedule done")
     parser.add_argument("--resume", nargs="*", default=[], help="resume files or a folder")
+    parser.add_argument("--keep-state", action="store_true")
     parser.add_argument("--exam-seconds", type=float, default=120)
     parser.add_argument("--atlas", type=Path, default=Path("build/demo/atlas.npz"))
-    parser.add_argument("--exam", type=Path, default=Path("build/demo/exam.npz"))
+    parser.add_argument("--exam", default="build/demo/exam.npz", help="'none' for no exams")
     parser.add_argument("--config", type=Path, default=Path("vitrail/demo/config.json"))
     parser.add_argument("--out", type=Path, default=Path("build/demo/run"))
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--attention", choices=("flash", "grouped"), default="flash")
     parser.add_argument("--no-compile", dest="compile", action="store_false")
+    parser.add_argument("--fuse-draws", action="store_true")
     parser.add_argument("--no-graph", dest="graph", action="store_false")
     parser.add_argument("--tiny", action="store_true", help="four small pictures a step")
     return parser.parse_args()
@@ -260,8 +346,11 @@ def main() -> None:
         f"pictures, {len(lay.patch_picture_N)} patches, {lay.tokens} tokens",
         flush=True,
     )
-    samples = load_samples(args.exam)
-    trainer.run(build_exam(samples if not args.tiny else samples[::40], args.device))
+    exam = None
+    if args.exam != "none":
+        samples = load_samples(Path(args.exam))
+        exam = build_exam(samples if not args.tiny else samples[::40], args.device)
+    trainer.run(exam)
 
 
 if __name__ == "__main__":

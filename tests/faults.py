@@ -310,23 +310,31 @@ FAULTS: dict[str, tuple[str, ...]] = {
         "tests/check/test_faulty_code.py::test_d32_64_heads_are_planned_on_every_gpu",
     ),
     "E01": ("tests/weights/test_weight_load.py::test_e01_fused_qkv_is_cut_by_head_not_by_rank",),
+    "E02": (
+        "tests/check/test_injected_faults.py::test_e02_e05_e07_e09_e10_e14_e15_e16_e20_e21_e23_e25_e26_the_row_that_should_find_it_does",
+        "later: MiMo, whose architecture is refused by name today",
+    ),
+    "E05": (
+        "tests/check/test_injected_faults.py::test_e02_e05_e07_e09_e10_e14_e15_e16_e20_e21_e23_e25_e26_the_row_that_should_find_it_does",
+        "later: MiMo, whose architecture is refused by name today",
+    ),
     "E06": ("tests/check/test_faulty_code.py::test_e06_a_weight_that_nothing_reads",),
     "E07": (
         "tests/models/test_kimi_vl_model.py::test_e07_an_unknown_prefix_names_what_it_may_mean",
         "tests/models/test_kimi_vl_model.py::test_e07_other_writers_names_load_the_same",
-        "tests/check/test_injected_faults.py::test_e07_e09_e10_e14_e15_e16_e20_e21_e23_e25_e26_the_row_that_should_find_it_does",
+        "tests/check/test_injected_faults.py::test_e02_e05_e07_e09_e10_e14_e15_e16_e20_e21_e23_e25_e26_the_row_that_should_find_it_does",
     ),
     "E09": (
         "tests/models/test_kimi_vl_model.py::test_e09_blocks_left_out_are_listed",
         "tests/weights/test_weight_plan.py::test_e09_a_block_missing_from_the_index_is_refused",
-        "tests/check/test_injected_faults.py::test_e07_e09_e10_e14_e15_e16_e20_e21_e23_e25_e26_the_row_that_should_find_it_does",
+        "tests/check/test_injected_faults.py::test_e02_e05_e07_e09_e10_e14_e15_e16_e20_e21_e23_e25_e26_the_row_that_should_find_it_does",
     ),
     "E10": (
         "tests/models/test_kimi_vl_model.py::test_e10_a_missing_head_that_is_not_tied_is_a_finding",
         "tests/models/test_kimi_vl_model.py::test_e10_a_tied_head_is_the_embedding",
         "tests/models/test_dense_parity.py::test_e10_a_tied_text_head_is_the_embedding",
         "tests/models/test_dense_parity.py::test_e10_an_untied_text_head_that_is_missing_is_refused",
-        "tests/check/test_injected_faults.py::test_e07_e09_e10_e14_e15_e16_e20_e21_e23_e25_e26_the_row_that_should_find_it_does",
+        "tests/check/test_injected_faults.py::test_e02_e05_e07_e09_e10_e14_e15_e16_e20_e21_e23_e25_e26_the_row_that_should_find_it_does",
     ),
     "E11": (
         "tests/models/test_kimi_vl_model.py::test_e11_a_tied_head_stored_with_other_values_is_refused",
@@ -339,11 +347,11 @@ FAULTS: dict[str, tuple[str, ...]] = {
         "tests/weights/test_weight_headers.py::test_e14_a_file_of_another_size_is_refused_with_both_sizes",
         "tests/weights/test_gguf.py::test_e14_a_gguf_cut_anywhere_is_refused",
         "tests/weights/test_gguf.py::test_e14_a_gguf_of_another_length_is_refused_with_both_sizes",
-        "tests/check/test_injected_faults.py::test_e07_e09_e10_e14_e15_e16_e20_e21_e23_e25_e26_the_row_that_should_find_it_does",
+        "tests/check/test_injected_faults.py::test_e02_e05_e07_e09_e10_e14_e15_e16_e20_e21_e23_e25_e26_the_row_that_should_find_it_does",
     ),
     "E15": (
         "tests/weights/test_weight_headers.py::test_e15_missing_shards_are_listed_by_name",
-        "tests/check/test_injected_faults.py::test_e07_e09_e10_e14_e15_e16_e20_e21_e23_e25_e26_the_row_that_should_find_it_does",
+        "tests/check/test_injected_faults.py::test_e02_e05_e07_e09_e10_e14_e15_e16_e20_e21_e23_e25_e26_the_row_that_should_find_it_does",
     ),
     "E16": (
         "tests/weights/test_weight_headers.py::test_e16_corrupt_headers_are_one_sentence_naming_the_file",
@@ -351,7 +359,7 @@ FAULTS: dict[str, tuple[str, ...]] = {
         "tests/weights/test_gguf.py::test_e16_a_corrupt_gguf_is_one_sentence",
         "tests/weights/test_gguf.py::test_e16_a_gguf_with_changed_bytes_is_read_or_refused",
         "tests/weights/test_gguf.py::test_e16_values_that_are_not_finite_are_refused_by_name",
-        "tests/check/test_injected_faults.py::test_e07_e09_e10_e14_e15_e16_e20_e21_e23_e25_e26_the_row_that_should_find_it_does",
+        "tests/check/test_injected_faults.py::test_e02_e05_e07_e09_e10_e14_e15_e16_e20_e21_e23_e25_e26_the_row_that_should_find_it_does",
     ),
     "E18": (
         "tests/weights/test_weight_headers.py::test_e18_the_index_decides_and_other_sets_are_a_warning",
@@ -359,22 +367,22 @@ FAULTS: dict[str, tuple[str, ...]] = {
     ),
     "E20": (
         "tests/weights/test_weight_headers.py::test_e20_a_tensor_in_two_shards_is_refused_naming_both",
-        "tests/check/test_injected_faults.py::test_e07_e09_e10_e14_e15_e16_e20_e21_e23_e25_e26_the_row_that_should_find_it_does",
+        "tests/check/test_injected_faults.py::test_e02_e05_e07_e09_e10_e14_e15_e16_e20_e21_e23_e25_e26_the_row_that_should_find_it_does",
     ),
     "E21": (
-        "tests/check/test_injected_faults.py::test_e07_e09_e10_e14_e15_e16_e20_e21_e23_e25_e26_the_row_that_should_find_it_does",
+        "tests/check/test_injected_faults.py::test_e02_e05_e07_e09_e10_e14_e15_e16_e20_e21_e23_e25_e26_the_row_that_should_find_it_does",
     ),
     "E23": (
         "tests/weights/test_weight_headers.py::test_e23_an_index_of_pickles_is_refused",
         "tests/weights/test_weight_headers.py::test_e23_pickles_are_refused_by_name_and_never_opened",
-        "tests/check/test_injected_faults.py::test_e07_e09_e10_e14_e15_e16_e20_e21_e23_e25_e26_the_row_that_should_find_it_does",
+        "tests/check/test_injected_faults.py::test_e02_e05_e07_e09_e10_e14_e15_e16_e20_e21_e23_e25_e26_the_row_that_should_find_it_does",
     ),
     "E25": (
-        "tests/check/test_injected_faults.py::test_e07_e09_e10_e14_e15_e16_e20_e21_e23_e25_e26_the_row_that_should_find_it_does",
+        "tests/check/test_injected_faults.py::test_e02_e05_e07_e09_e10_e14_e15_e16_e20_e21_e23_e25_e26_the_row_that_should_find_it_does",
         "later: adapters that are served; they are refused by name today",
     ),
     "E26": (
-        "tests/check/test_injected_faults.py::test_e07_e09_e10_e14_e15_e16_e20_e21_e23_e25_e26_the_row_that_should_find_it_does",
+        "tests/check/test_injected_faults.py::test_e02_e05_e07_e09_e10_e14_e15_e16_e20_e21_e23_e25_e26_the_row_that_should_find_it_does",
         "later: adapters that are served; they are refused by name today",
     ),
     "F01": (

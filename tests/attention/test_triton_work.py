@@ -239,7 +239,7 @@ def test_work_made_on_the_device_is_that_of_the_host(lens, heads):
     """The same items, in any order, and empty ones behind: never more than there is room for."""
     where = site(*heads, 24, 24, causal=False, sink=True)
     plan = tiny(where, Phase.ENCODE, max_q_len=80)
-    meta = replace(varlen_metadata(lens, CPU_DEVICE), any_lengths=True)
+    meta = replace(varlen_metadata(lens, CPU_DEVICE), longest=80)
     made = prepare(plan, meta, CPU_DEVICE)
     want = records_of(plan, lengths_of(meta)).items.tolist()
     assert made.items.dtype == torch.int32

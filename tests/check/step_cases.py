@@ -28,7 +28,7 @@ from vitrail.config.engine import EngineConfig
 from vitrail.config.finding import accept
 from vitrail.config.hardware import Hardware, find
 from vitrail.config.model import ModelConfig
-from vitrail.models.interface import ImageModel, Model
+from vitrail.models.interface import ImageModel, ImageShape, Model
 from vitrail.models.registry import load_entry
 from vitrail.ops.record import Recorded
 
@@ -197,6 +197,7 @@ def engine_of(asked: Asked, running: int) -> tuple[Any, Runs]:
     from vitrail.engine.runner import Runner, RunnerParts
     from vitrail.engine.sampler import Sampler
     from vitrail.engine.scheduler import Scheduler, SchedulerLimits
+    from vitrail.engine.side import SideStream
 
     size, model, vision = asked.choices.page_size, asked.model, asked.config.vision
     pages = running * -(-asked.longest // size)
@@ -223,7 +224,8 @@ def engine_of(asked: Asked, running: int) -> tuple[Any, Runs]:
     )
     graphs, entries, encoder = DecodeGraphs(parts, ladder(running), META), EncoderPool(), None
     if vision is not None and images is not None and isinstance(model, ImageModel):
-        encoder = ImageEncoder(model, images, entries, META, vision.patch_size, None)
+        side = SideStream(META)
+        encoder = ImageEncoder(model, images, entries, META, vision.patch_size, side)
     runner = Runner(
         RunnerParts(
             model=model,
@@ -270,6 +272,9 @@ def request(asked: Asked, number: int, draw: random.Random) -> Any:
     vision = asked.config.vision
     if vision is not None and draw.random() < 0.5:
         side, shape = vision.patch_size, draw.choice(unequal(vision.rules))
+        if vision.rules.tile is None:
+            merge = vision.rules.merge
+            shape = ImageShape(merge * draw.randint(1, 9), merge * draw.randint(1, 9))
         rows, columns, count = shape.height, shape.width, vision.rules.num_sequences(shape.block)
         whole = vision.rules.tile is None and draw.random() < 0.5
         size = (count * rows * columns, 3 * side**2)

@@ -38,9 +38,9 @@ def plans(report: Report) -> list[dict[str, Any]]:
 
 
 def both(
-    folder: Path, gpu: Hardware, monkeypatch: pytest.MonkeyPatch, **choices: Any
+    folder: Path, gpu: Hardware, **choices: Any
 ) -> tuple[tuple[PlanTable | None, PlanTable], tuple[PlanTable, PlanTable]]:
-    """Of pictures and of text: check's, and those of start-up, where nothing is compiled here."""
+    """Of pictures and of text: check's, and those of start-up."""
     config = EngineConfig(model=str(folder), weights="random", dtype="bfloat16", **choices)
     checkpoint = open_checkpoint(str(folder), weights=False)
     entry = load_entry(checkpoint.architecture)
@@ -49,7 +49,6 @@ def both(
     subject = build_subject(question, checkpoint, entry, read, None)
     found = attention_tables(subject, Share(subject, 1), LENGTH)
     assert not isinstance(found, list), found
-    monkeypatch.setattr(build, "_ready", lambda table, _: table)
     model = model_of(config, entry, read, "bfloat16", torch.device("cuda"))
     patches = encoder_budget(config, read, None, gpu)
     return found, (
@@ -61,11 +60,9 @@ def both(
 @pytest.mark.parametrize("gpu", GPU, ids=lambda gpu: gpu.name)
 @pytest.mark.parametrize("fixed", [False, True])
 @pytest.mark.parametrize("name", ["kimi_vl_a3b", "qwen2_window", "nvila"])
-def test_plans_are_those_of_start_up(
-    name: str, fixed: bool, gpu: Hardware, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_plans_are_those_of_start_up(name: str, fixed: bool, gpu: Hardware, tmp_path: Path) -> None:
     config = published()[name] if name in published() else CASES[name].config
-    checks, starts = both(folder_of(tmp_path, config), gpu, monkeypatch, deterministic=fixed)
+    checks, starts = both(folder_of(tmp_path, config), gpu, deterministic=fixed)
     assert list(checks[1]) == list(starts[1])
     assert list(checks[0] or ()) == list(starts[0])
     assert all(p.shape.batch_invariant is fixed for p in (*starts[1], *starts[0]))

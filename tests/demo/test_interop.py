@@ -62,8 +62,8 @@ def test_logits_equal_transformers(ours, theirs, grid):
     image_at = torch.arange(IMAGE_AT, IMAGE_AT + image_tokens)
     ids[image_at] = MEDIA_PAD
     with torch.no_grad():
-        _, hidden, _ = ours(pixels, ids, image_at, layout, ours.tables(layout))
-        logits = ours.decoder.lm_head(hidden)
+        hidden = ours(pixels, ids, image_at, layout, ours.tables(layout))
+        logits = ours.decoder.lm_head(hidden.tokens)
         expected = theirs(
             input_ids=ids[None],
             pixel_values=pixels.view(-1, 3, 14, 14),

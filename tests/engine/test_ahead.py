@@ -1,6 +1,7 @@
 """Compilers beside a start: begun only where there may be something to compile, told what is
 missing, waited for with a limit, and gone with the start, all of them."""
 
+import os
 import subprocess
 import sys
 import time
@@ -83,7 +84,7 @@ def test_a_process_that_has_begun_ends_where_nothing_is_missing(
     assert process is not None
     ahead.ask([], [])
     assert process.returncode == -9
-    assert (tuple(commands[0][3:]) == module.PACKAGES) is packages
+    assert (tuple(commands[0][5:]) == module.PACKAGES) is packages
 
 
 def test_parts_are_compiled_and_those_that_fail_are_told_of(
@@ -177,6 +178,24 @@ def test_a_refused_stage_of_a_start_ends_them(monkeypatch: pytest.MonkeyPatch, p
 
 def _refuse(*_: object) -> None:
     raise Refused(Finding(where="a stage", saw="this", rule="that", change="nothing"))
+
+
+def test_a_package_that_wakes_the_driver_is_left_to_the_forks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    """After it no fork begins. The program begins again without it and loses nothing of what it is
+    asked."""
+    (tmp_path / "wakes.py").write_text(
+        "import os\nos.register_at_fork(after_in_child=lambda: os._exit(1))\n"
+        f"open({str(tmp_path / 'imports')!r}, 'a').write('.')\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    with Ahead() as ahead:
+        ahead._process = module._start(("wakes",))
+        ahead.ask([], [STEPS])
+        ahead.finish()
+    assert not caplog.records
+    assert (tmp_path / "imports").read_text() == "."
 
 
 def test_the_program_touches_no_device_before_it_forks():

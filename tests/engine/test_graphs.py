@@ -179,7 +179,7 @@ def test_what_graphs_take_is_this_processs_own(
             held["free"] -= own + others
 
     monkeypatch.setattr(graphs_module, "DecodeGraphs", Graphs)
-    monkeypatch.setattr(graphs_module, "Recorder", lambda _: None)
+    monkeypatch.setattr(graphs_module, "Recorder", lambda *_: None)
     monkeypatch.setattr(graphs_module, "graph_sizes", lambda *_: [1, 2])
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: held["own"])
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (held["free"], 140 << 30))

@@ -353,6 +353,20 @@ def test_where_it_cannot_be_written_the_request_fails_as_it_would_have(
     assert again.token_ids == golden.greedy[:12]
 
 
+def test_a_launch_that_cannot_be_read_costs_that_alone(
+    golden: Golden, capsules: Made, monkeypatch: pytest.MonkeyPatch
+):
+    def unreadable(error: BaseException) -> None:
+        raise KeyError("grid")
+
+    monkeypatch.setattr(recorder, "kernel_fault", unreadable)
+    llm = golden_llm()
+    break_forward(llm, 1, ValueError("the cause"))
+    ends(llm, [golden.prompt])
+    (path,) = capsules()
+    assert read(path).kernel is None
+
+
 def test_off_is_off(golden: Golden, capsules: Made, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("VITRAIL_CAPSULES", "off")
     llm = golden_llm()

@@ -3,6 +3,8 @@ checkpoint (`vitrail nightly --suite accuracy --model M --questions FILE --at-le
 
 import itertools
 import json
+import random
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,14 @@ COLOURS = {
 }
 WORDS = ("OPEN", "EXIT", "Bakery", "$3.20", "Taxi", "24 hours", "SALE", "Hotel")
 FLOOR = 0.9
+# What docs/notes/demo-training.md claims of 1,000 pictures a task, as goals that hold; text here is
+# in a font that was never trained on, for which 85 % is the goal.
+TEXT = ("random", "word", "price", "plate", "number", "sign", "receipt")
+GOALS = dict.fromkeys(TEXT, 0.85) | {
+    "no_text": 0.95, "count": 0.95, "colour_of": 0.98, "yes_no": 0.95, "relation": 0.95,
+    "side": 0.95, "beside": 0.95,
+}  # fmt: skip
+PICTURES = 100
 
 
 def ask(llm: LLM, max_tokens: int) -> Callable[[list[list[dict[str, Any]]]], list[str]]:
@@ -72,6 +82,33 @@ def test_the_demo_model_s_choices(tmp_path: Path, record_property: Callable[[str
     found = score(read_questions(draw(tmp_path)), tmp_path, ask(llm, 32), "words")
     told(found, "demo", record_property)
     assert found.right / found.total >= FLOOR, f"the demo model's choices: {found}"
+
+
+@pytest.fixture(scope="module")
+def demo_scripts():
+    """demo/ holds scripts that import each other by name; they are importable while this runs."""
+    sys.path.insert(0, str(DEMO.parents[1] / "demo"))
+    yield
+    sys.path.pop(0)
+
+
+@pytest.mark.suite("accuracy", minutes=10, owner="demo", statistical=True)
+@pytest.mark.parametrize("task", GOALS)
+def test_the_demo_model_s_figures(
+    demo_scripts: None, task: str, record_property: Callable[[str, str], None]
+):
+    """Fails where the 95 % interval of what is measured lies below the goal."""
+    from evaluate import as_messages
+    from evaluate import score as exactly
+    from pictures import draw_sample
+
+    rng = random.Random(f"night {task}")
+    drawn = [("unseen", draw_sample(rng, task, [""])) for _ in range(PICTURES)]
+    llm = LLM(DEMO, device="cpu", kv_cache_bytes=16 << 20, max_running=16)
+    (found,) = exactly(drawn, ask(llm, 48)([as_messages(sample) for _, sample in drawn]))
+    print(found.row())
+    record_property(f"figure accuracy, {task}", f"{found.right}/{found.total}")
+    assert found.interval()[1] >= GOALS[task], found.row() + f" {found.wrong[:8]}"
 
 
 @pytest.mark.suite("accuracy", minutes=60, owner="models")

@@ -84,6 +84,22 @@ def test_all_tokens_may_choose_the_same_experts(name: str) -> None:
     torch.testing.assert_close(got, want, atol=TOLERANCE, rtol=TOLERANCE)
 
 
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of products with NaN
+@pytest.mark.parametrize("name", PLANS)
+def test_rows_that_no_kernel_wrote_may_hold_anything(name: str, monkeypatch) -> None:
+    gate_up, down = weights(8, 24, 16)
+    x, choices = torch.randn(37, 24), routed(37, 8, 3)
+    want = triton_experts(x, choices, gate_up, down, PLANS[name])
+    new = torch.Tensor.new_empty
+
+    def dirty(x: torch.Tensor, *size, **more) -> torch.Tensor:
+        made = new(x, *size, **more)
+        return made.fill_(torch.nan) if made.is_floating_point() else made
+
+    monkeypatch.setattr(torch.Tensor, "new_empty", dirty)
+    assert torch.equal(triton_experts(x, choices, gate_up, down, PLANS[name]), want)
+
+
 def test_a_token_gets_the_very_same_alone_and_with_strangers() -> None:
     gate_up, down = weights(8, 24, 16)
     x, choices = torch.randn(19, 24), routed(19, 8, 3)

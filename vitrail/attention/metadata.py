@@ -58,8 +58,8 @@ class VarlenMetadata:
     `q_starts[i]`: where sequence i's first query stands among its keys, counted from its first key:
     kv_len - q_len where queries end with the keys; may be negative or past the keys. `mended`:
     rows of keys and values that are not finite are as `kernels/mend.py` makes them already.
-    `any_lengths`: self-attention that is captured, to serve whatever `cu_q` has then, as many rows
-    in all."""
+    `longest`: 0, or self-attention that is captured, to serve whatever lengths `cu_q` has then, as
+    many rows in all and none longer."""
 
     q_lens: tuple[int, ...]
     kv_lens: tuple[int, ...]
@@ -67,7 +67,7 @@ class VarlenMetadata:
     cu_q: Int[Tensor, "B1"]
     cu_kv: Int[Tensor, "B1"]
     mended: bool = False
-    any_lengths: bool = False
+    longest: int = 0
     work: WorkCache = field(default_factory=WorkCache, compare=False, repr=False)
 
     @property
@@ -76,11 +76,11 @@ class VarlenMetadata:
 
     @property
     def max_q_len(self) -> int:
-        return max(self.q_lens, default=0)
+        return self.longest or max(self.q_lens, default=0)
 
     @property
     def max_kv_len(self) -> int:
-        return max(self.kv_lens, default=0)
+        return self.longest or max(self.kv_lens, default=0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,7 +2,6 @@
 `tests/test_limits.py` freezes the list; nothing else in the package reads the environment."""
 
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -22,15 +21,6 @@ class Env:
     log: LogLevel
     api_key: str | None
     capsules: Path | None
-
-
-def child_env(changes: Mapping[str, str], path: Path | None = None) -> dict[str, str]:
-    """A child process's environment: this one's with changes, and packages looked for in `path`
-    before anywhere else."""
-    made = {**os.environ, **changes}
-    if path is not None:
-        made["PYTHONPATH"] = os.pathsep.join(filter(None, (str(path), made.get("PYTHONPATH"))))
-    return made
 
 
 def read_env() -> Env:
@@ -56,6 +46,15 @@ def read_env() -> Env:
             )
         )
     return Env(log=log, api_key=key, capsules=_capsules(os.environ.get("VITRAIL_CAPSULES")))
+
+
+def of_child(package_root: Path | None = None, **more: str) -> dict[str, str]:
+    """What a process that this one starts is given: the same and `more`; its Python looks in
+    `package_root` first."""
+    if package_root is not None:
+        paths = (str(package_root), os.environ.get("PYTHONPATH"))
+        more["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+    return {**os.environ, **more}
 
 
 def _capsules(text: str | None) -> Path | None:

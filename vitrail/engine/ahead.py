@@ -22,6 +22,7 @@ from vitrail.config.engine import EngineConfig
 
 log = logging.getLogger("vitrail.engine")
 PACKAGES = ("vitrail.attention.backends.cute", "flash_attn.cute.interface")
+MODULE = "vitrail.engine.compilers"
 DRIVER = Path("/dev/nvidiactl")  # where there is none, nothing is begun before it is asked for
 LIMIT_SECONDS = 60.0
 KERNELS, STEPS = "k", "s"  # said for each part that is done, in capitals where it failed
@@ -112,8 +113,8 @@ class Ahead:
 
 
 def _start(packages: Sequence[str]) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", "vitrail.engine.compilers", *packages]
-    pipe = subprocess.PIPE
-    return subprocess.Popen(
-        command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, start_new_session=True
-    )
+    # packages that ask at their import whether there is a GPU must not wake the driver, which no
+    # fork survives: torch then asks the management library
+    command = ["env", "PYTORCH_NVML_BASED_CUDA_CHECK=1", sys.executable, "-m", MODULE, *packages]
+    pipe, said = subprocess.PIPE, None if log.isEnabledFor(logging.DEBUG) else subprocess.DEVNULL
+    return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=said, start_new_session=True)

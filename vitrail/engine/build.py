@@ -112,6 +112,8 @@ def build_engine(
     `ahead`: compilers that have begun already; they end here. `capsules`: the folder for capsules
     of what fails, here and in steps."""
     with watched_start(capsules, config, checkpoint):
+        if found := errors(validate(config)):
+            raise Refused(found)
         return _build(config, checkpoint, processor, progress, ahead, capsules)
 
 
@@ -124,8 +126,6 @@ def _build(
     capsules: Path | None,
 ) -> Built:
     stages = _Stages()
-    if found := errors(validate(config)):
-        raise Refused(found)
     device = device_of(config)
     hardware, entry = hardware_of(device), load_entry(checkpoint.architecture)
     model_config = accept(entry.read_config(checkpoint.config, checkpoint.generation))
@@ -294,11 +294,11 @@ def capture_tower(
         return None
     rungs = rungs_of(vision, *patches, model.image_sites(), plans)
     torch.cuda.empty_cache()
-    before = torch.cuda.mem_get_info(device)[0]
+    before = torch.cuda.memory_reserved(device)
     graphs = EncodeGraphs(model, plans, vision, rungs, device)
     graphs.capture()
     torch.cuda.empty_cache()
-    taken = before - torch.cuda.mem_get_info(device)[0]
+    taken = torch.cuda.memory_reserved(device) - before
     said = "%d graphs of the tower, of up to %d patches: %d MiB"
     log.info(said, len(rungs), graphs.most, taken >> 20)
     return graphs

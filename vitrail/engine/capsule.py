@@ -76,10 +76,11 @@ class Capsule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     before it and, where one was launched ahead, after it. They lean on none before them: a sequence
     comes with all its pages and its setup where it is first seen, pages that nobody knows any more
     being made up. `entries`: images that were encoded before, (entry, rows). `plans`: of attention,
-    those that the failed step selects. `config`, `generation`: config.json, generation_config.json
-    of the model, whose class is `architecture`. `flags`: the fields of `EngineConfig`, `held` what
-    they came to. `versions` by package; "vitrail" is a commit or a release. `gpu`: the device's
-    name ("cpu"), `cc` its compute capability times ten. `seed`: of random weights and inputs."""
+    those that the failed step selects. `config`, `generation`: config.json and
+    generation_config.json of the model, whose class is `architecture`. `flags`: the fields of
+    `EngineConfig`, `held` what they came to. `versions` by package; "vitrail" is a commit or a
+    release. `gpu`: the device's name ("cpu"), `cc` its compute capability times ten. `seed`: of
+    random weights and inputs."""
 
     version: int = FORMAT
     kind: Kind

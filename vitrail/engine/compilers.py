@@ -5,17 +5,19 @@ it is forked, which no driver would survive."""
 
 import os
 import sys
+import traceback
 from collections import deque
 from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 
 import msgspec
+import torch
 
 from vitrail.attention import compile as _  # Triton's compiler  # noqa: F401
 from vitrail.attention.warm import Question, answer
 from vitrail.config.engine import EngineConfig
-from vitrail.engine.ahead import KERNELS, STEPS, Part
+from vitrail.engine.ahead import KERNELS, MODULE, STEPS, Part
 from vitrail.engine.warm_steps import run_steps
 from vitrail.models.checkpoint import open_checkpoint
 
@@ -27,6 +29,9 @@ def main(packages: list[str]) -> int:
     for package in packages:
         with suppress(ImportError):  # `warm` says so where a plan names it
             import_module(package)
+    if packages and _woken():  # again without them: each fork imports what it needs
+        os.dup2(said, 1)
+        os.execv(sys.executable, [sys.executable, "-m", MODULE])
     path = sys.stdin.readline()
     if not path:  # nothing is missing
         return 0
@@ -42,6 +47,14 @@ def main(packages: list[str]) -> int:
     return 0
 
 
+def _woken() -> bool:
+    """Whether an import has woken the driver after all, which a fork finds out."""
+    pid = os.fork()
+    if pid == 0:
+        os._exit(int(torch.cuda._is_in_bad_fork()))  # pyright: ignore[reportPrivateUsage]
+    return bool(os.waitpid(pid, 0)[1])
+
+
 def _fork(part: Part) -> int:
     """The process that compiles it, which ends with 1 where a compiler raised."""
     pid = os.fork()
@@ -51,6 +64,8 @@ def _fork(part: Part) -> int:
     try:
         compile_part(part)
         code = 0
+    except Exception:  # noqa: BLE001  the entry point of a process
+        traceback.print_exc()  # where somebody listens: with VITRAIL_LOG=debug
     finally:
         os._exit(code)
 

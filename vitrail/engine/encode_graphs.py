@@ -11,12 +11,14 @@ the buffers that the graphs read and write; the features it returns lie there un
 # pyright: reportUnknownVariableType=false
 
 from bisect import bisect_left
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from vitrail.attention.plan import PlanTable
 from vitrail.config.model import VisionConfig
+from vitrail.engine.graphs import Graph, Recorder
 from vitrail.models.interface import ImageModel
 from vitrail.ops.vision.naive import Grids
 from vitrail.vision.moonvit import CHANNELS
@@ -38,7 +40,7 @@ class EncodeGraphs:
         self._model, self._plans, self._device = model, plans, device
         self._tile = vision.rules.tile
         self._rungs, self.most = rungs, max(rungs, default=0)
-        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        self._graphs: dict[int, Graph] = {}
         size = (self.most, CHANNELS * vision.patch_size**2)
         self._patches = torch.zeros(size, dtype=torch.uint8, device=device)
         self._grids: dict[int, Grids] = {}
@@ -51,16 +53,18 @@ class EncodeGraphs:
     def capture(self) -> None:
         """Every rung, the largest first, in one pool. The largest is run before, so that whatever
         is made at a first call is made."""
-        pool = torch.cuda.graph_pool_handle()
+        record = Recorder(self._device)
         for patches in reversed(self._rungs):
             grids = Grids.of(rung_sizes(patches, self._tile), self._device)
-            self._grids[patches] = grids._replace(any_sizes=True)
+            longest = patches if self._tile is None else self._tile**2
+            self._grids[patches] = grids._replace(longest=longest)
             if self._features is None:
                 self._features = torch.empty_like(self._encode(patches))
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-                self._features[:patches].copy_(self._encode(patches))
-            self._graphs[patches] = graph
+            fill = partial(self._fill, self._features[:patches])
+            self._graphs[patches], _ = record(fill, first=False)
+
+    def _fill(self, features_NM: Tensor) -> Tensor:
+        return features_NM.copy_(self._encode(len(features_NM)))
 
     def _encode(self, patches: int) -> Tensor:
         return self._model.encode_patches(

@@ -49,6 +49,8 @@ from vitrail.layers.context import ForwardContext
 from vitrail.models.interface import Model
 
 log = logging.getLogger("vitrail.engine")
+# Priority of decodes, before what is encoded beside them: it takes what they leave.
+AHEAD = -1
 # Bytes of a parcel behind a graph's own: parameters of the sampled rows, as most batches have them.
 TAIL_BYTES = 1 << 16
 # The parts of a head, in order; behind them items and combines of each plan.
@@ -127,14 +129,17 @@ class _Captured:
 
 
 class Recorder:
-    """Captures CUDA graphs that share one pool of memory, on a stream of their own."""
+    """Captures CUDA graphs that share one pool of memory, on a stream of their own, whose priority
+    (lower is first) their kernels keep."""
 
-    def __init__(self, device: torch.device):
-        self._device, self._stream = device, torch.cuda.Stream(device)
+    def __init__(self, device: torch.device, priority: int = 0):
+        self._device, self._stream = device, torch.cuda.Stream(device, priority=priority)
         self._pool = torch.cuda.graph_pool_handle()
 
-    def __call__(self, run: Callable[[], Tensor]) -> tuple[Graph, Tensor]:
-        run()  # whatever is made at a first call
+    def __call__(self, run: Callable[[], Tensor], first: bool = True) -> tuple[Graph, Tensor]:
+        """`first`: run before, for whatever is made at a first call."""
+        if first:
+            run()
         torch.cuda.synchronize(self._device)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(self._stream):
@@ -309,7 +314,7 @@ def capture_graphs(parts: GraphParts, config: EngineConfig, door: Door) -> Decod
     # of this process: the device's free memory is moved by others too
     before = torch.cuda.memory_reserved(door.device)
     graphs = DecodeGraphs(parts, sizes, door.device)
-    graphs.capture(door, Recorder(door.device))
+    graphs.capture(door, Recorder(door.device, AHEAD))
     torch.cuda.empty_cache()
     taken = torch.cuda.memory_reserved(door.device) - before
     planned = graph_bytes(sizes, parts.sampler.vocab_size)

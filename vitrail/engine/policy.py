@@ -11,7 +11,7 @@ from vitrail.engine.request import Sequence
 # Patches that are encoded at once beside decodes: a large picture's.
 PATCHES_BESIDE = 5_376
 # For each that waits so many decode, at the least, where pictures are encoded beside decodes.
-DECODES_A_WAIT = 2
+DECODES_A_WAIT = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,9 +34,9 @@ class EncodeBudget:
     """What a step may encode, and what it may read of it. A step without decodes encodes `patches`
     and reads them at once. Beside decodes one batch of `beside` patches at a time is encoded (a
     larger sequence by itself), and read by steps that are planned when it is known to be done: no
-    decode waits for its end. But where more wait than half of those that decode, all is as without
-    decodes: going slowly would serve few and keep many waiting. Owns which steps' encodings are
-    under way; `done`: the last step whose encodings are done, and those before it."""
+    decode waits for its end. But where more wait than a quarter of those that decode, all is as
+    without decodes: going slowly would serve few and keep many waiting. Owns which steps' encodings
+    are under way; `done`: the last step whose encodings are done, and those before it."""
 
     def __init__(self, patches: int, beside: int):
         self._patches, self._beside = patches, beside

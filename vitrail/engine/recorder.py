@@ -19,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 from msgspec import structs
 
-from vitrail.attention.fault import kernel_fault
+from vitrail.attention.fault import KernelFault, kernel_fault
 from vitrail.attention.plan import AttentionPlan, PlanTable
 from vitrail.attention.shape import Phase
 from vitrail.cache.spec import LayerSpec
@@ -64,7 +64,7 @@ class Facts:
             error=said,
             frame=cause.frame,
             trace=trace_of(error),
-            kernel=kernel_fault(error),
+            kernel=_kernel_of(error),
             architecture=self.checkpoint.architecture,
             config=dict(self.checkpoint.config),
             generation=dict(self.checkpoint.generation),
@@ -75,6 +75,15 @@ class Facts:
             cc=self.hardware.cc,
             seed=self.config.seed,
         )
+
+
+def _kernel_of(error: BaseException) -> KernelFault | None:
+    """What a kernel was launched with; a launch that cannot be read costs that alone."""
+    try:
+        return kernel_fault(error)
+    except Exception as fault:  # noqa: BLE001
+        log.warning("no kernel in this capsule: %s: %s", type(fault).__name__, fault)
+        return None
 
 
 def plans_of(

@@ -257,10 +257,11 @@ class Scheduler:
         i = -1
         while (i := i + 1) < len(running) and step.tokens:
             seq = running[i]
-            if seq.launched < seq.goal:
+            launched = seq.launched  # all but the last of its tokens, those in flight included
+            if launched < seq.goal:
                 prefilling.append(seq)
-            elif len(seq.tokens) + seq.in_flight < seq.end:
-                if seq.launched < seq.pages_sent * page_size:
+            elif launched + 1 < seq.end:
+                if launched < seq.pages_sent * page_size:
                     draft.decode(seq, ())
                 elif self._grow(seq):
                     draft.decode(seq, self._new_pages(seq))

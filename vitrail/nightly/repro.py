@@ -15,7 +15,7 @@ from pathlib import Path
 
 import msgspec
 
-from vitrail.config.env import child_env
+from vitrail.config.env import of_child
 from vitrail.config.finding import Finding, Refused
 from vitrail.nightly.bisect import Search
 from vitrail.nightly.pieces import Pieces
@@ -105,7 +105,7 @@ class Writer:
                 done = subprocess.run(
                     [sys.executable, *words],
                     cwd=folder,
-                    env=child_env({}, path=self._root),
+                    env=of_child(self._root),
                     timeout=limit_s,
                     stdout=subprocess.PIPE,
                     stderr=subprocess.STDOUT,

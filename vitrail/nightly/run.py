@@ -13,7 +13,7 @@ from pathlib import Path
 
 import msgspec
 
-from vitrail.config.env import child_env
+from vitrail.config.env import of_child
 from vitrail.nightly import cage
 from vitrail.nightly.cage import Report
 from vitrail.nightly.junit import KEPT, read_cases
@@ -114,7 +114,7 @@ def run_once(job: Job, setting: Setting, stem: str, ops: bool = False) -> Attemp
     ]
     began = time.monotonic()
     capsules = setting.out / f"{stem}.capsules"
-    env = child_env({"VITRAIL_CAPSULES": str(capsules)})
+    env = of_child(VITRAIL_CAPSULES=str(capsules))
     with log.open("wb") as out:
         subprocess.run(command, cwd=setting.root, env=env, stdout=out, stderr=subprocess.STDOUT)
     report = _report(ended)

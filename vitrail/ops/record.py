@@ -5,7 +5,7 @@ So a model that runs on no device says which kernels it needs, and the code that
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import cache
+from functools import cache, wraps
 from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
 import torch
@@ -79,6 +79,7 @@ def by_device(
     """`choose(device, ...)`, remembered of devices that are what they say."""
     known = cache(choose)
 
+    @wraps(choose)
     def chosen(device: torch.device, *args: P.args, **kwargs: P.kwargs) -> T:
         if device.type == "meta":
             return choose(device, *args, **kwargs)

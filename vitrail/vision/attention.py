@@ -52,7 +52,7 @@ def prepare_vision_attention_metadata(
         q_starts=(0,) * len(lengths),
         cu_q=grids.edges,
         cu_kv=grids.edges,
-        any_lengths=grids.any_sizes,
+        longest=grids.longest,
         mended=rotary is not None and select_vision(grids.ints.device).MENDS,
     )
     return VisionAttentionMetadata(varlen=varlen, rotary=rotary, plans=plans)

@@ -11,8 +11,8 @@ Sizes = Sequence[tuple[int, int]]
 
 MOST_PATCHES = 18_432  # of a graph: with more the device takes longer than the host's launches
 MOST_PICTURES = 8  # of a graph of pictures: it has as many sequences, however small
-UNIT, FIRST = 64, 256  # patches between rungs at the least, and in the first
-APART = 128  # patches between rungs of small pictures
+UNIT = 66  # patches between rungs at the least: a square picture at Kimi's limit is 66 x 66
+FIRST, APART = 264, 132  # patches of the first rung, and between those of small pictures
 # Backends that can read lengths on the device alone, so that a graph serves any.
 DEVICE_LENGTHS = ("fa4", "triton")
 
@@ -31,14 +31,14 @@ def rungs_of(
     return [
         rung
         for rung in ladder(budget, unit, largest)
-        if all(_any_lengths(plans, site, rung_sizes(rung, tile)) for site, _ in sites)
+        if all(_any_lengths(plans, site, rung, tile) for site, _ in sites)
     ]
 
 
-def _any_lengths(plans: PlanTable, site: AttentionSite, sizes: Sizes) -> bool:
+def _any_lengths(plans: PlanTable, site: AttentionSite, rung: int, tile: int | None) -> bool:
     """Whether the call that a rung is captured with serves any lengths."""
-    longest = max(height * width for height, width in sizes)
-    plan = plans.select(site, Phase.ENCODE, len(sizes), longest)
+    longest = rung if tile is None else tile**2
+    plan = plans.select(site, Phase.ENCODE, len(rung_sizes(rung, tile)), longest)
     return plan.backend in DEVICE_LENGTHS and site.window is None and not site.causal
 
 
@@ -47,14 +47,16 @@ def ladder(budget: int, unit: int, largest: int) -> list[int]:
     `MOST_PATCHES`. Closer from 3/4 to 27/32 of the largest picture, where those lie that were
     scaled to a limit and padded: the largest is that much above the limit."""
     top = min(budget, MOST_PATCHES) // unit * unit
+    near = -(-3 * largest // 4 // unit) * unit
     rungs: list[int] = []
     rung = min(FIRST, top) // unit * unit or unit
     while rung < top:
         rungs.append(rung)
-        if 24 * largest <= 32 * rung <= 27 * largest:
+        if near <= rung <= 27 * largest // 32:
             rung += unit
         else:
-            rung += max(1, rung // 6 // unit) * unit if rung >= 1024 else max(unit, APART)
+            apart = max(1, rung // 6 // unit) * unit if rung >= 1024 else max(unit, APART)
+            rung = near if rung < near < rung + apart else rung + apart
     last = budget if unit == UNIT and budget <= MOST_PATCHES else top
     return [*rungs, last] if last >= unit else []
 

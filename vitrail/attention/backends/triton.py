@@ -239,7 +239,7 @@ def prepare(
     """The records of a batch, on the device by one copy that waits for nothing. `room`: as many
     items and combines, the rest of them empty, for a graph that other batches use as well."""
     check_lengths(plan, meta)
-    if isinstance(meta, VarlenMetadata) and meta.any_lengths:
+    if isinstance(meta, VarlenMetadata) and meta.longest:
         return _any_work(plan, meta.cu_q, sum(meta.q_lens))
     records = records_of(plan, lengths_of(meta))
     if room is not None:

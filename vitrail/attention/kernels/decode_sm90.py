@@ -209,9 +209,9 @@ class DecodeSm90:
                         cute.arch.mbarrier_init(empty.data_ptr() + s, 4 * spec.groups)
             cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
-        # What was launched before may still write queries and their own tokens' rows: those wait.
-        # Records, tables and older rows were there before. What comes after may be launched as soon
-        # as every program runs, and waits itself.
+        # What was launched before may still write what is read from here on; what comes after may
+        # be launched as soon as every program runs, and waits itself.
+        cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
         s_q = storage.q.get_tensor(q_layout.outer, swizzle=q_layout.inner)
         s_k = storage.k.get_tensor(k_layout.outer, swizzle=k_layout.inner)
@@ -229,7 +229,6 @@ class DecodeSm90:
                 kv_head, item = work % spec.kv_heads, work // spec.kv_heads
                 if mItems[item, 2] > 0:
                     start, count = self._tiles(mItems, item)
-                    cute.arch.griddepcontrol_wait()
                     self._load_queries(mQ, mItems, item, kv_head, storage.q.data_ptr(), thread)
                     self._attend(
                         mSink, mOut, mLse, mPart, mPartLse, mItems, item, kv_head, window,
@@ -246,18 +245,15 @@ class DecodeSm90:
                     start, count = self._tiles(mItems, item)
                     base, hi = mItems[item, 4], mItems[item, 6]
                     if const_expr(not spec.bulk):
-                        cute.arch.griddepcontrol_wait()
                         self._load_rows(
                             mTable, base, kv_head, mK, mV, storage, start, hi, count, done
                         )
                     elif warp == 4 * spec.groups:
                         self._load_boxes(
                             mTable, base, kv_head, atom_k, tma_k, atom_v, tma_v, storage, start,
-                            hi, count, done, mItems[item, 3],
+                            hi, count, done,
                         )  # fmt: skip
                     done += count
-        # also where there was nothing to do: what comes next waits for this launch alone
-        cute.arch.griddepcontrol_wait()
 
     @cute.jit
     def _tiles(self, mItems, item):
@@ -304,11 +300,10 @@ class DecodeSm90:
 
     @cute.jit
     def _load_boxes(
-        self, mTable, base, kv_head, atom_k, tma_k, atom_v, tma_v, storage, start, hi, count, done,
-        q_pos,
-    ):  # fmt: skip
+        self, mTable, base, kv_head, atom_k, tma_k, atom_v, tma_v, storage, start, hi, count, done
+    ):
         """One warp: each lane looks one box's page up, for 32 boxes at a time. The wide tiles of
-        latents go first, as there are more of them. Keys from `q_pos` on are of this step."""
+        latents go first, as there are more of them."""
         spec = self.spec
         box = const_expr(self.box)
         boxes = const_expr(KEYS // box)
@@ -323,8 +318,6 @@ class DecodeSm90:
                 page = mTable[base, key // spec.page]
             n0 = start + i * KEYS
             live = cutlass.min(cute.ceil_div(hi - n0, box), boxes)
-            if n0 + live * box > q_pos:
-                cute.arch.griddepcontrol_wait()
             at = (done + i, first, n0, live, page)
             if const_expr(spec.latent):
                 self._load_side(

@@ -80,11 +80,10 @@ def absorbed_queries(
     if not tokens:
         return q_THC
     shape = tile(tokens, fixed=fixed)
-    rotated = -(-tokens // shape.tokens) * sizes.heads
-    products = rotated * -(-sizes.rank // R_BLOCK)
+    products = -(-tokens // shape.tokens) * sizes.heads * -(-sizes.rank // R_BLOCK)
     launch_early(
         absorbed_kernel,
-        (products + rotated + tokens,),
+        (products + tokens,),
         row_TX.device,
         row_TX,
         k_b_HNR,

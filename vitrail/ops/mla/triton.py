@@ -131,32 +131,23 @@ def absorbed_kernel(
     E4M3: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Programs from 0 on: (tile of tokens, head, block of R) of the product; (tile of tokens, head)
-    for rotary channels; a token for its cache row. Without DOT there is one tile of all tokens."""
+    """Programs from 0 on: (tile of tokens, head, block of R) of the product; the head's first block
+    turns its rotary channels too. Then a program a token for its cache row. Without DOT there is
+    one tile of all tokens."""
     blocks: tl.constexpr = (R + R_BLOCK - 1) // R_BLOCK
     D: tl.constexpr = N + 2 * F
     program = tl.program_id(0)
-    rotated = tl.cdiv(tokens, TILE_T) * H
-    products = rotated * blocks
+    products = tl.cdiv(tokens, TILE_T) * H * blocks
     if EARLY:
         gdc_launch_dependents()
-    if program >= products + rotated:
-        token = (program - products - rotated).to(tl.int64)
+    if program >= products:
+        token = (program - products).to(tl.int64)
         if EARLY:
             gdc_wait()
         _write_row(
             row + token * row_stride + H * D, norm, cos + token * F, sin + token * F,
             tl.load(slots + token).to(tl.int64), cache, page_stride, slot_stride, page_size, eps,
             unscale, R, R_ALL, F, F_BLOCK, INTERLEAVED, E4M3,
-        )  # fmt: skip
-    elif program >= products:
-        head = (program - products) % H
-        first = ((program - products) // H).to(tl.int64) * TILE_T
-        if EARLY:
-            gdc_wait()
-        _turn_head(
-            row + head * D, cos, sin, out + head * (R + 2 * F), first, tokens, row_stride, H,
-            N, F, R, TILE_T, F_BLOCK, INTERLEAVED,
         )  # fmt: skip
     else:
         block = program % blocks
@@ -187,6 +178,11 @@ def absorbed_kernel(
                 product = tl.sum(q.to(tl.float32)[:, None] * wide, 0).to(dtype)
                 to = out + (token * H + head) * (R + 2 * F) + r
                 tl.store(to, product, mask=r < tl.where(lives, R, 0))
+        if block == 0:
+            _turn_head(
+                row + head * D, cos, sin, out + head * (R + 2 * F), first, tokens, row_stride, H,
+                N, F, R, TILE_T, F_BLOCK, INTERLEAVED,
+            )  # fmt: skip
 
 
 @triton.jit

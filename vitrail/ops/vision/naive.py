@@ -20,13 +20,14 @@ MENDS = False
 
 class Grids(NamedTuple):
     """(height, width) in patches of packed sequences, row-major, one after another. `ints`: int32
-    on the device, [prefix sums of their patches | their sides]. `num_patches` in all. `any_sizes`:
-    what is launched is captured, and serves whatever sizes `ints` has then, as many patches."""
+    on the device, [prefix sums of their patches | their sides]. `num_patches` in all. `longest`:
+    0, or what is launched is captured, and serves whatever sizes `ints` has then, as many patches
+    in all and none longer."""
 
     sizes: tuple[tuple[int, int], ...]
     ints: Int[Tensor, "I"]
     num_patches: int
-    any_sizes: bool = False
+    longest: int = 0
 
     @classmethod
     def of(cls, sizes: Sequence[tuple[int, int]], device: torch.device) -> "Grids":
