@@ -82,6 +82,8 @@ NIGHTLY = {
     "--against",
     "--baseline",
     "--known",
+    "--repro",
+    "--no-repro",
     "--read",
     "--bisect",
     "--commits",
@@ -89,8 +91,6 @@ NIGHTLY = {
     "--questions",
     "--style",
     "--at-least",
-    "--repro",
-    "--no-repro",
 }
 FLAGS = {
     "serve": {"--host", "--port", "--served-model-name", "--http"} | PROFILE,

@@ -9,7 +9,16 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-PARTS = ("vitrail", "tests", "bench", "demo", "pyproject.toml", "README.md", "LICENSE")
+PARTS = (
+    ".gitignore",
+    "vitrail",
+    "tests",
+    "bench",
+    "demo",
+    "pyproject.toml",
+    "README.md",
+    "LICENSE",
+)
 WAIT = (
     "import subprocess, sys; forever = [sys.executable, '-c', 'import time; time.sleep(100000)']; "
     "subprocess.run(forever, start_new_session=True)"

@@ -4,7 +4,6 @@ Reads the syntax; imports nothing of it."""
 
 import ast
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 from vitrail.nightly.records import Job
@@ -14,11 +13,9 @@ INI = "[tool.pytest.ini_options]"
 
 
 class Pieces:
-    """Of the tests of one job. `imported`: modules from elsewhere that are left, once `texts` was
-    called."""
+    """Of the tests of one job."""
 
     def __init__(self, root: Path, job: Job):
-        self.imported: set[str] = set()
         self._root, self._job = root, job
         self._trees: dict[str, ast.Module] = {}
         self._wanted: dict[str, set[str] | None] = {}  # None: all of it
@@ -38,8 +35,6 @@ class Pieces:
                 for node in kept:
                     self._follow(node, names if self._wanted[file] is not None else None)
         made = {file: self._cut(file) for file in self._wanted}
-        for file in self._wanted:
-            self.imported.update(self._outside(file))
         pyproject = self._root / "pyproject.toml"
         if pyproject.exists():
             found = re.search(
@@ -131,14 +126,6 @@ class Pieces:
                     lines[first - 1 : last] = [ast.unparse(less), *[None] * (last - first)]
         out = "\n".join(line for line in lines if line is not None)
         return re.sub(r"\n{4,}", "\n\n\n", out).strip("\n") + "\n"
-
-    def _outside(self, file: str) -> Iterator[str]:
-        for top in self._kept(file):
-            for node in ast.walk(top):
-                if isinstance(node, ast.Import):
-                    yield from (a.name.split(".")[0] for a in node.names)
-                elif isinstance(node, ast.ImportFrom):
-                    yield str(node.module).split(".")[0]
 
 
 def _span(node: ast.stmt) -> tuple[int, int]:

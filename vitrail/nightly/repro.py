@@ -2,6 +2,7 @@
 way: from the capsule that the test left, else the failing test itself, with the parts of the tests'
 sources and the files that it needs, which runs against whatever `vitrail` is installed."""
 
+import ast
 import base64
 import json
 import subprocess
@@ -19,7 +20,7 @@ from vitrail.config.finding import Finding, Refused
 from vitrail.nightly.bisect import Search
 from vitrail.nightly.pieces import Pieces
 from vitrail.nightly.records import Night
-from vitrail.nightly.run import Setting, machine, run_job, run_once
+from vitrail.nightly.run import Setting, gpus_here, machine, run_job, run_once
 from vitrail.nightly.triage import Group, grouped
 
 SEEN, GONE, UNTOLD = 1, 0, 2
@@ -66,19 +67,19 @@ class Writer:
         for capsule in self._capsules(group, search):  # by the package that failed: its sources
             path.unlink(missing_ok=True)
             words = ["-m", "vitrail.cli", "repro", str(capsule), "--script", str(path)]
-            _run([*words, f"--minutes={SHRINKING_MIN}"], self._root, 60 * SHRINKING_MIN + limit_s)
-            if path.exists() and _code(_run([str(path)], self._root, limit_s)) == SEEN:
-                mended = _code(_run([str(path), "--fixed"], self._root, limit_s)) == GONE
+            self._run([*words, f"--minutes={SHRINKING_MIN}"], 60 * SHRINKING_MIN + limit_s)
+            if path.exists() and self._run([str(path)], limit_s)[0] == SEEN:
+                mended = self._run([str(path), "--fixed"], limit_s)[0] == GONE
                 more = ", and passes with --fixed" if mended else ""
                 return f"{path}: fails alone (exit code 1){more}"
         try:
-            path.write_text(test_script(group, search, self._night, self._root))
+            path.write_text(script_of(group, search, self._night, self._root))
         except Refused as refused:
             return f"none: {refused.findings[0]}"
-        done = _run([str(path)], self._root, limit_s)
-        if _code(done) == SEEN:
+        code, said = self._run([str(path)], limit_s)
+        if code == SEEN:
             return f"{path}: fails alone (exit code 1)"
-        return f"{path}: run alone it does not fail: exit code {_code(done)}: {_last(done)}"
+        return f"{path}: run alone it does not fail: exit code {code}: {said}"
 
     def _capsules(self, group: Group, search: Search) -> Iterator[Path]:
         """Those that the tests left; of wrong numbers, then that of the first op which differs
@@ -92,39 +93,30 @@ class Writer:
 
     def _found(self, names: Sequence[str]) -> list[Path]:
         """The first that is there: of a night's other shards, beside their results."""
-        paths = (
-            p for n in names if n for p in (Path(n), *(f / Path(n).name for f in self._folders))
-        )
+        given = [Path(name) for name in names if name]
+        paths = [*given, *(folder / p.name for folder in self._folders for p in given)]
         return [path for path in paths if path.exists()][:1]
 
-
-def _code(done: "subprocess.CompletedProcess[str] | None") -> int | None:
-    return None if done is None else done.returncode
-
-
-def _run(words: list[str], root: Path, limit_s: float) -> "subprocess.CompletedProcess[str] | None":
-    """Python in a folder of its own with the package that failed; None if it takes longer."""
-    with tempfile.TemporaryDirectory() as folder:
-        try:
-            return subprocess.run(
-                [sys.executable, *words],
-                cwd=folder,
-                env=of_child(root),
-                timeout=limit_s,
-                capture_output=True,
-                text=True,
-            )
-        except subprocess.TimeoutExpired:
-            return None
+    def _run(self, words: list[str], limit_s: float) -> tuple[int | None, str]:
+        """Python in a folder of its own with the package that failed: its exit code, None if it
+        takes longer, and the last line that it says."""
+        with tempfile.TemporaryDirectory() as folder:
+            try:
+                done = subprocess.run(
+                    [sys.executable, *words],
+                    cwd=folder,
+                    env=of_child(self._root),
+                    timeout=limit_s,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,
+                    text=True,
+                )
+            except subprocess.TimeoutExpired:
+                return None, "it did not end"
+        return done.returncode, (done.stdout.strip().splitlines() or ["it said nothing"])[-1]
 
 
-def _last(done: "subprocess.CompletedProcess[str] | None") -> str:
-    if done is None:
-        return "it did not end"
-    return ([*(done.stdout + done.stderr).strip().splitlines()] or ["it said nothing"])[-1]
-
-
-def test_script(group: Group, search: Search, night: Night, root: Path) -> str:
+def script_of(group: Group, search: Search, night: Night, root: Path) -> str:
     """The file of a test. Raises `Refused` where what it reads is too much for one file."""
     cause, opened = group.sightings[0].cause, _opened(group, search)
     pieces = Pieces(root, search.job)
@@ -147,7 +139,7 @@ def test_script(group: Group, search: Search, night: Night, root: Path) -> str:
         f"test:     {search.job.name}\n"
         f"seen:     vitrail @ {night.commit}, {night.machine}\n"
         f"needs:    vitrail @ {night.commit} (or another commit, to see whether it fails there)\n"
-        f"          {' '.join(_needs(pieces.imported, texts))}\n"
+        f"          {' '.join(_needs(texts))}\n"
         f"expected: the test passes within {limit:.0f} s: exit code 0; 1 while it fails in this\n"
         "          way, 2 where it cannot be told\n"
     )
@@ -185,8 +177,8 @@ def again(
             grace_s=limit_s,
         )
         record = run_job(msgspec.structs.replace(asked.job, kind=""), setting, "repro")
-    if asked.baseline and seen_on != machine(()):
-        print(f"its times are held to those of {seen_on}; this is {machine(())}")
+    if asked.baseline and seen_on != (here := machine(gpus_here())):
+        print(f"its times are held to those of {seen_on}; this is {here}")
     groups = grouped(Night(commit="", began="", machine="", jobs=(record,)))
     for group in groups:
         word = "seen" if group.key == asked.key else "something else"
@@ -208,12 +200,19 @@ def _opened(group: Group, search: Search) -> set[str]:
     return found
 
 
-def _needs(modules: set[str], texts: Mapping[str, str]) -> list[str]:
-    """Distributions of modules that are not Python's own, at the releases here."""
+def _needs(texts: Mapping[str, str]) -> list[str]:
+    """Distributions of what they import and of pytest's plugins, at the releases here."""
+    plugins = {"timeout = ": "pytest_timeout", "beartype": "beartype"}
+    found = {plugins[word] for word in plugins for text in texts.values() if word in text}
+    for text in (text for name, text in texts.items() if name.endswith(".py")):
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.Import):
+                found.update(alias.name.split(".")[0] for alias in node.names)
+            elif isinstance(node, ast.ImportFrom):
+                found.add(str(node.module).split(".")[0])
     known = packages_distributions()
-    said = {m for m in ("beartype", "pytest_timeout") if any(m in t for t in texts.values())}
-    names = {known[m][0] for m in {*modules, *said, "pytest"} if m in known}
-    return sorted(f"{name}=={version(name)}" for name in names - {"vitrail"})
+    names = {known[module][0] for module in found if module in known} - {"vitrail"}
+    return sorted(f"{name}=={version(name)}" for name in names)
 
 
 def _plain(text: str) -> str:

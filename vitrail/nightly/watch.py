@@ -17,7 +17,6 @@ import msgspec
 import pytest
 
 if TYPE_CHECKING:
-    from vitrail.attention.fault import OpFault
     from vitrail.repro.kernel import KernelCapsule
 
 FOLDERS = ("tests/", "bench/", "demo/")
@@ -55,10 +54,10 @@ class Watch:
         from vitrail.repro.kernel import op_capsule
         from vitrail.repro.kernel_check import watch_ops
 
-        def found(fault: "OpFault", wrong: str) -> None:
-            self._wrong = self._wrong or op_capsule(fault, wrong)
+        watch_ops(lambda fault, wrong: self._keep(op_capsule(fault, wrong)))
 
-        watch_ops(found)
+    def _keep(self, made: "KernelCapsule") -> None:
+        self._wrong = self._wrong or made
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_call(self, item: pytest.Item) -> None:

@@ -212,8 +212,8 @@ def _head(flat: Flat, compiled: bool = False) -> str:
     interpreted = '"0"' if compiled else '"0" if ON_GPU else "1"'
     imports = {*flat.imports, "import triton", "import triton.language as tl"} - {"import torch"}
     return (
-        "import os\nimport sys\n\nimport torch\n\nON_GPU = torch.cuda.is_available()\n"
-        f'os.environ["TRITON_INTERPRET"] = {interpreted}\n\n' + "\n".join(sorted(imports))
+        "import sys\nfrom os import environ\n\nimport torch\n\nON_GPU = torch.cuda.is_available()\n"
+        f'environ["TRITON_INTERPRET"] = {interpreted}\n\n' + "\n".join(sorted(imports))
     )
 
 
