@@ -7,7 +7,7 @@ import torch
 from catalog import CHARS, COLOURS, MAX_LINES, SHAPES
 from layout import PATCH, Layout
 from lettering import SPACE
-from scene import BLOBS, MAX_SHAPES, WAVES, Scene
+from scene import Scene
 from stock import Tables
 from torch import Tensor
 
@@ -99,18 +99,19 @@ def panel_masks(scene: Scene, picture: Tensor, by: Tensor, bx: Tensor) -> tuple[
     return inside, rim
 
 
-def shape_alpha(scene: Scene, picture: Tensor, s: int, y: Tensor, x: Tensor) -> Tensor:
-    shapes, view = scene.shapes, (-1,) + (1,) * (y.dim() - 1)
-    cy, cx = (shapes.centre_PS2[picture, s, i].view(view) for i in (0, 1))
-    r = shapes.radius_PS[picture, s].view(view)
-    kind = shapes.kind_PS[picture, s].view(view)
+def shape_alpha(scene: Scene, picture: Tensor, y: Tensor, x: Tensor) -> Tensor:
+    """Coverage by each shape, [N, S, ...] for coordinates [N, ...]."""
+    shapes, view = scene.shapes, (len(picture), -1) + (1,) * (y.dim() - 1)
+    cy, cx = (shapes.centre_PS2[picture, :, i].view(view) for i in (0, 1))
+    r, kind = shapes.radius_PS[picture].view(view), shapes.kind_PS[picture].view(view)
     cos, sin = (f(shapes.angle_P)[picture].view(view) for f in (torch.cos, torch.sin))
-    dy, dx = cos * (y - cy) - sin * (x - cx), sin * (y - cy) + cos * (x - cx)
+    down, across = y[:, None] - cy, x[:, None] - cx
+    dy, dx = cos * down - sin * across, sin * down + cos * across
     circle = (dx * dx + dy * dy).sqrt() - r
     square = torch.maximum(dx.abs(), dy.abs()) - r * 0.92
     triangle = torch.maximum(dy - r, (dx.abs() * 2 - dy - r) / 2.236)
     distance = torch.where(kind == 0, circle, torch.where(kind == 1, square, triangle))
-    return (0.5 - distance).clamp(0, 1) * shapes.shown_PS[picture, s].view(view)
+    return (0.5 - distance).clamp(0, 1) * shapes.shown_PS[picture].view(view)
 
 
 def over(image: Tensor, alpha: Tensor, colour: Tensor) -> Tensor:
@@ -119,21 +120,20 @@ def over(image: Tensor, alpha: Tensor, colour: Tensor) -> Tensor:
     return image + (colour - image) * alpha[:, None]
 
 
+def mixed(alpha: Tensor, colour: Tensor) -> Tensor:
+    """[N, S, 14, 14] and [N, S, 3] to the sum over S, [N, 3, 14, 14]."""
+    return (alpha[:, :, None] * colour[..., None, None]).sum(1)
+
+
 def clutter_at(scene: Scene, picture: Tensor, y: Tensor, x: Tensor) -> Tensor:
     """What the clutter adds to the ground, [N, 3, 14, 14]."""
-    clutter, total = scene.clutter, torch.zeros((), device=y.device)
-    for i in range(WAVES):
-        down, across = (clutter.wave_PW2[picture, i, j].view(-1, 1, 1) for j in (0, 1))
-        wave = torch.sin(down * y + across * x + clutter.phase_PW[picture, i].view(-1, 1, 1))
-        total = total + wave[:, None] * clutter.wave_PW3[picture, i][..., None, None]
-    for i in range(BLOBS):
-        (cy, cx), (ry, rx) = (
-            (t[picture, i, j].view(-1, 1, 1) for j in (0, 1))
-            for t in (clutter.centre_PB2, clutter.radius_PB2)
-        )
-        soft = torch.exp(-(((y - cy) / ry) ** 2) - ((x - cx) / rx) ** 2)
-        total = total + soft[:, None] * clutter.blob_PB3[picture, i][..., None, None]
-    return total
+    clutter, y, x = scene.clutter, y[:, None], x[:, None]
+    down, across = clutter.wave_PW2[picture][..., None, None].unbind(2)
+    waves = torch.sin(down * y + across * x + clutter.phase_PW[picture][..., None, None])
+    cy, cx = clutter.centre_PB2[picture][..., None, None].unbind(2)
+    ry, rx = clutter.radius_PB2[picture][..., None, None].unbind(2)
+    blobs = torch.exp(-(((y - cy) / ry) ** 2) - ((x - cx) / rx) ** 2)
+    return mixed(waves, clutter.wave_PW3[picture]) + mixed(blobs, clutter.blob_PB3[picture])
 
 
 def paint(scene: Scene, tables: Tables, lookup: Tensor, layout: Layout, noise: Tensor) -> Tensor:
@@ -153,9 +153,8 @@ def paint(scene: Scene, tables: Tables, lookup: Tensor, layout: Layout, noise: T
     inside, rim = panel_masks(scene, picture, by, bx)
     image = over(image, rim, text.border_P3[picture])
     image = over(image, inside, text.panel_P3[picture])
-    for s in range(MAX_SHAPES):
-        alpha = shape_alpha(scene, picture, s, y, x)
-        image = over(image, alpha, scene.shapes.rgb_PS3[picture, s])
+    alpha = shape_alpha(scene, picture, y, x)  # shapes do not overlap
+    image = image * (1 - alpha.sum(1)[:, None]) + mixed(alpha, scene.shapes.rgb_PS3[picture])
     alpha, line = text_alpha(scene, tables, lookup, picture, by, bx)
     ink = text.colour_PL3.flatten(0, 1)[line].permute(0, 3, 1, 2)
     image = over(image, alpha, ink)
@@ -187,13 +186,9 @@ def patch_labels(scene: Scene, tables: Tables, lookup: Tensor, layout: Layout) -
     cell = tables.cell[level]
     inside = (v > 0.15 * cell) & (v < 0.9 * cell) & (u >= 0) & (gx >= 0)
     inside &= (gx < tables.width.flatten()[glyph]) & (char != SPACE)
-    label = torch.zeros_like(char)
     pair = 1 + len(CHARS) + shapes.colour_PS * len(SHAPES) + shapes.kind_PS
-    middle = torch.zeros_like(picture)
-    for s in range(MAX_SHAPES):
-        covered = shape_alpha(scene, picture, s, y, x) > 0.5
-        label = torch.where(covered, pair[picture, s, None], label)
-        off = shapes.centre_PS2[picture, s] - layout.patch_origin_N2
-        here = ((off >= 0) & (off < PATCH)).all(-1) & shapes.shown_PS[picture, s]
-        middle = torch.where(here, pair[picture, s], middle)
-    return torch.cat([torch.where(inside, char + 1, label), middle[:, None]], 1)
+    covered = (shape_alpha(scene, picture, y, x) > 0.5) * pair[picture][..., None]
+    off = shapes.centre_PS2[picture] - layout.patch_origin_N2[:, None]
+    here = ((off >= 0) & (off < PATCH)).all(-1) & shapes.shown_PS[picture]
+    middle = (here * pair[picture]).amax(1)
+    return torch.cat([torch.where(inside, char + 1, covered.amax(1)), middle[:, None]], 1)

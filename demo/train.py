@@ -160,7 +160,7 @@ class Trainer:
         blocks = [*self.network.vision_tower.blocks, *self.network.decoder.layers]
         for block in [*blocks, self.network.projector]:
             block.compile(dynamic=False)
-        names = ["paint", "labels_of", "compress", "as_patches"]
+        names = ["paint", "compress", "as_patches"]
         names += ["text_loss", "label_loss", "spot_loss"]
         if self.args.fuse_draws:
             names += ["draw_scene", "draw_turns", "write_dialogue"]

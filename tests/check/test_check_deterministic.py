@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import ask, change
-from step_cases import published
+from step_cases import published, short
 
 from tests.models.cases import CASES
 from vitrail.attention.installed import releases
@@ -70,7 +70,7 @@ def test_plans_are_those_of_start_up(name: str, fixed: bool, gpu: Hardware, tmp_
 
 def test_the_modes_forms_are_planned(tmp_path: Path) -> None:
     """One form of latent attention, decodes that extend, one backend, no split."""
-    folder = folder_of(tmp_path, published()["kimi_vl_a3b"])
+    folder = folder_of(tmp_path, short(published()["kimi_vl_a3b"]))
     quick = plans(ask(folder, weights="random"))
     fixed = plans(ask(folder, weights="random", deterministic=True))
     assert {p["phase"] for p in quick} == {"encode", "prefill", "decode"}
@@ -81,7 +81,7 @@ def test_the_modes_forms_are_planned(tmp_path: Path) -> None:
 
 def test_on_a_cpu_decodes_alone_are_planned(tmp_path: Path) -> None:
     """As extends of one query, in the one form."""
-    folder = folder_of(tmp_path, published()["kimi_vl_a3b"])
+    folder = folder_of(tmp_path, short(published()["kimi_vl_a3b"]))
     report = ask(folder, CPU, weights="random", deterministic=True)
     assert report.exit_code == 0
     found = {(p["phase"], p["head_dim"]) for p in plans(report)}
@@ -102,7 +102,7 @@ def test_on_a_cpu_decodes_alone_are_planned(tmp_path: Path) -> None:
 def test_what_the_mode_refuses_is_refused_as_at_start_up(
     word: str, values: dict[str, Any], choices: dict[str, Any], tmp_path: Path
 ) -> None:
-    folder = folder_of(tmp_path, published()["kimi_vl_a3b"])
+    folder = folder_of(tmp_path, short(published()["kimi_vl_a3b"]))
     change(folder / "config.json", **values)
     asked = {"weights": "random", "deterministic": True, **choices}
     report = ask(folder, **asked)

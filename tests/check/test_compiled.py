@@ -162,6 +162,10 @@ def test_what_takes_more_than_its_gpu_has_is_found() -> None:
     assert str(99 << 10) in found.rule
     (found,) = hold_kernel(replace(fits, num_warps=16), H200)
     assert (found.code, found.severity) == ("compiled_registers", "error")
+    wide = replace(fits, smem_bytes=0, tmem_columns=512)
+    assert list(hold_kernel(wide, find("B300"))) == []
+    (found,) = hold_kernel(replace(wide, tmem_columns=513), find("B300"))
+    assert (found.code, found.severity) == ("compiled_tensor_memory", "error")
     (found,) = hold_kernel(replace(fits, stack_bytes=SPILL_BYTES + 1), H200)
     assert (found.code, found.severity) == ("compiled_stack", "warning")
 

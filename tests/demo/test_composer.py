@@ -371,3 +371,17 @@ def test_compression_is_jpegs(demo: Any, quality: int):
     assert np.abs(ours - theirs)[:136, :192].mean() < 0.15 * losses[1]
     whole = demo.jpeg.compress(image, scale * 0, blocks)
     assert (whole - image).abs().max() < 1e-6
+
+
+def test_blobs_and_waves_lie_where_the_scene_says(demo: Any, stage: Any):
+    scene, lay = draw(demo, stage, 2), stage.layout
+    clutter, picture = scene.clutter, lay.patch_picture_N
+    clutter.wave_PW3.zero_()
+    clutter.blob_PB3[:, 1:] = 0
+    clutter.blob_PB3[:, 0] = 1
+    clutter.centre_PB2[:, 0] = lay.size_P2 * torch.tensor([0.25, 0.75])
+    clutter.radius_PB2[:, 0] = 20.0
+    y, x = ((lay.patch_origin_N2[:, i].float() + 7).view(-1, 1, 1) for i in (0, 1))
+    at = demo.paint.clutter_at(scene, picture, y, x)[:, 0, 0, 0]
+    off = lay.patch_origin_N2 + 7 - (lay.size_P2 * torch.tensor([0.25, 0.75]))[picture]
+    assert torch.allclose(at, torch.exp(-(off / 20).square().sum(1)), atol=1e-5)

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from vitrail import LLM, SamplingParams
+from vitrail.engine.policy import EncodeBudget
 from vitrail.engine.step import StepInputs, StepPlan
 
 GOLDEN = Path(__file__).parent.parent / "golden" / "kimi_vl"
@@ -44,6 +45,7 @@ def pictures_beside_decodes(llm: LLM, golden: Golden) -> tuple[list[list[int]], 
     """The golden prompt comes four times while eight others decode: its tokens, and all plans. No
     prefix and no picture may be kept."""
     engine, plans, tokens = llm.engine, list[StepPlan](), dict[str, list[int]]()
+    engine.scheduler._encoding = EncodeBudget(10_000, 64, 4)
     schedule = engine.scheduler.schedule
 
     def watched() -> tuple[StepPlan, StepInputs] | None:

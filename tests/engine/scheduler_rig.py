@@ -12,7 +12,7 @@ import numpy as np
 
 from vitrail.cache.encoder import EncoderCache
 from vitrail.cache.manager import Manager
-from vitrail.engine.policy import SchedulerLimits
+from vitrail.engine.policy import EncodeBudget, SchedulerLimits
 from vitrail.engine.request import (
     EngineRequest,
     FinishReason,
@@ -379,6 +379,8 @@ class Rig:
             self.manager,
             self.encoder,
         )
+        # few decode here
+        self.scheduler._encoding = EncodeBudget(s.encoder_patches, s.patches_beside, 4)
         beside = s.patches_beside > 0
         self.device = PaperDevice(s.num_pages, s.page_size, s.max_step_tokens, beside)
         self.flights: deque[tuple[StepPlan, StepResult]] = deque()

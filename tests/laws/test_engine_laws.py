@@ -9,7 +9,6 @@ import pytest
 
 from tests.engine.driver import Golden, golden_llm, pictures_beside_decodes
 from vitrail import LLM, Refused, SamplingParams
-from vitrail.engine.policy import EncodeBudget
 from vitrail.engine.request import FinishReason
 
 GREEDY = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
@@ -342,7 +341,6 @@ def test_pictures_encoded_beside_decodes_give_the_same_tokens(step_ahead: bool) 
     """As on a GPU, but for the stream."""
     golden, choices = Golden(), {"prefix_cache": False, "encoder_cache_bytes": 0}
     llm = golden_llm(step_ahead=step_ahead, **choices)
-    llm.engine.scheduler._encoding = EncodeBudget(10_000, 64)
     tokens, plans = pictures_beside_decodes(llm, golden)
     assert tokens == [golden.greedy] * 4
     beside = [p for p in plans if p.encodes and not p.slices]

@@ -12,7 +12,9 @@ def main(name: str) -> None:
     """Four requests, two with pictures."""
     PLANTS[name]()
     golden = Golden()
-    llm = LLM(GOLDEN / "ckpt", device="cuda", kv_cache_bytes=8 << 20, page_size=16, max_running=4)
+    llm = LLM(
+        GOLDEN / "ckpt", device="cuda", dtype="float32", kv_cache_bytes=64 << 20, max_running=4
+    )
     params = SamplingParams(max_tokens=40, temperature=0.8, top_p=0.9, seed=3, ignore_eos=True)
     text = {"prompt_token_ids": golden.text_ids}
     llm.generate([golden.prompt, text, golden.prompt, text], params)

@@ -76,7 +76,7 @@ def broken_at(capsules: Made, made: tuple[LLM, list[Any]], at: int) -> Capsule:
     return read(capsules()[-1])
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [name for name in MODELS if "deterministic" not in name])
 def test_a_replay_has_no_failure_of_its_own(
     capsules: Made, monkeypatch: pytest.MonkeyPatch, name: str
 ):

@@ -1,12 +1,16 @@
 """Capsules that somebody else wrote: not JSON, of other versions, too large, of numbers that no
 engine's step has. Each is refused with the numbers, before anything is built."""
 
+import json
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from msgspec import structs
 
 from tests.engine.driver import Golden
@@ -157,6 +161,34 @@ def test_numbers_that_no_step_has_are_refused(capsule: Capsule, name: str):
     change, word = HARM[name]
     change(data)
     refused(msgspec.json.encode(data), word)
+
+
+LEAVES = st.one_of(
+    st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=5),
+    st.lists(st.integers(-5, 5), max_size=3), st.just({}),
+)  # fmt: skip
+
+
+@given(data=st.data())
+@settings(max_examples=150, deadline=None, derandomize=True)
+def test_any_change_is_a_capsule_or_is_refused(capsule: Capsule, data: st.DataObject):
+    """One value anywhere in it, put, taken out or added."""
+    changed = msgspec.json.decode(encoded(capsule))
+    place = changed
+    for _ in range(data.draw(st.integers(0, 6))):
+        inner = [v for v in (place.values() if isinstance(place, dict) else place) if v]
+        inner = [v for v in inner if isinstance(v, dict | list)]
+        if not inner:
+            break
+        place = inner[data.draw(st.integers(0, len(inner) - 1))]
+    keys = list(place) if isinstance(place, dict) else range(len(place))
+    key = keys[data.draw(st.integers(0, len(keys) - 1))]
+    if data.draw(st.booleans()):
+        place[key] = data.draw(LEAVES)
+    else:
+        del place[key]
+    with suppress(Refused):
+        decoded(json.dumps(changed).encode())
 
 
 def test_the_capsule_itself_is_accepted(capsule: Capsule):

@@ -24,7 +24,7 @@ _VALUE_FORMAT = 0x04
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Taken:
     """What one program of a compiled kernel takes: registers a thread, bytes of stack a thread
-    (spilled registers), bytes of shared memory."""
+    (spilled registers), bytes of shared memory, columns of tensor memory."""
 
     kernel: str
     cc: int
@@ -32,6 +32,7 @@ class Taken:
     registers: int
     stack_bytes: int
     smem_bytes: int
+    tmem_columns: int = 0
 
 
 def hold(taken: Taken, plan: AttentionPlan, gpu: Hardware) -> Iterator[Finding]:

@@ -233,6 +233,7 @@ def _job(special: "Special", gpu: Hardware) -> Job:
                 registers=registers,
                 stack_bytes=stack_bytes,
                 smem_bytes=made.metadata.shared,
+                tmem_columns=made.metadata._asdict().get("tmem_size") or 0,
             )
         ]
 
@@ -258,6 +259,7 @@ def hold_kernel(taken: Taken, gpu: Hardware) -> Iterator[Finding]:
     limits = (
         ("shared_memory", taken.smem_bytes, gpu.smem_per_block_bytes, "bytes of shared memory"),
         ("registers", threads * taken.registers, gpu.registers_per_sm, "registers a program"),
+        ("tensor_memory", taken.tmem_columns, gpu.tmem_columns, "columns of tensor memory"),
         ("stack", taken.stack_bytes, SPILL_BYTES, "bytes of spilled registers a thread"),
     )
     for code, saw, limit, unit in limits:

@@ -11,7 +11,7 @@ from vitrail.engine.request import Sequence
 # Patches that are encoded at once beside decodes: a large picture's.
 PATCHES_BESIDE = 5_376
 # For each that waits so many decode, at the least, where pictures are encoded beside decodes.
-DECODES_A_WAIT = 4
+DECODES_A_WAIT = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,19 +34,19 @@ class EncodeBudget:
     """What a step may encode, and what it may read of it. A step without decodes encodes `patches`
     and reads them at once. Beside decodes one batch of `beside` patches at a time is encoded (a
     larger sequence by itself), and read by steps that are planned when it is known to be done: no
-    decode waits for its end. But where more wait than a quarter of those that decode, all is as
-    without decodes: going slowly would serve few and keep many waiting. Owns which steps' encodings
-    are under way; `done`: the last step whose encodings are done, and those before it."""
+    decode waits for its end. But where more wait than one for `decodes_a_wait` that decode, all is
+    as without decodes: going slowly would serve few and keep many waiting. Owns which steps'
+    encodings are under way; `done`: the last step whose encodings are done, and those before it."""
 
-    def __init__(self, patches: int, beside: int):
-        self._patches, self._beside = patches, beside
+    def __init__(self, patches: int, beside: int, decodes_a_wait: int = DECODES_A_WAIT):
+        self._patches, self._beside, self._a_wait = patches, beside, decodes_a_wait
         self._step = self._last = self.done = -1
         self._taken, self._aside, self._busy = 0, False, False
 
     def begin(self, step: int, decodes: int, waiting: int) -> None:
         """Of the step that is planned next."""
         self._step, self._taken = step, 0
-        self._aside = bool(self._beside and decodes) and DECODES_A_WAIT * waiting <= decodes
+        self._aside = bool(self._beside and decodes) and self._a_wait * waiting <= decodes
         self._busy = self._last > self.done
 
     def left(self, sequence: int) -> int:

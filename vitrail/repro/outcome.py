@@ -36,8 +36,13 @@ def verdict(capsule: Capsule, outcome: Outcome) -> tuple[Verdict, str]:
 def same(recorded: str, seen: str) -> bool:
     """Whether two signatures are of one failure. Where a fault of the device comes to light is a
     matter of time, so that its frame says nothing."""
-    late = "AcceleratorError" in recorded
-    return recorded == seen or (late and recorded.partition(" @ ")[0] == seen.partition(" @ ")[0])
+    alike = recorded.partition(" @ ")[0] == seen.partition(" @ ")[0]
+    return recorded == seen or (is_late(recorded) and alike)
+
+
+def is_late(signature: str) -> bool:
+    """Of a fault of the device."""
+    return "AcceleratorError" in signature
 
 
 def size_of(capsule: Capsule) -> str:

@@ -11,7 +11,7 @@ from typing import BinaryIO
 import msgspec
 
 from vitrail.repro.capsule import Capsule
-from vitrail.repro.outcome import Outcome
+from vitrail.repro.outcome import Outcome, is_late
 
 MODULE = "vitrail.repro.trial"
 END_SECONDS = 10.0
@@ -58,7 +58,10 @@ class Trials:
             self._end()
             how = f"signal {-code}" if code < 0 else f"exit code {code}"
             return Outcome(why=f"the replay's process ended by {how}")
-        return msgspec.json.decode(line, type=Outcome)
+        outcome = msgspec.json.decode(line, type=Outcome)
+        if capsule.cc and any(map(is_late, outcome.signatures)):
+            self._end()  # nothing on a GPU succeeds in that process any more
+        return outcome
 
     def _begin(self) -> subprocess.Popen[bytes]:
         self._said = b""
