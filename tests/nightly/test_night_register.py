@@ -132,7 +132,8 @@ def test_the_workflow_calls_the_night_as_it_is():
     assert not re.search(r"https?://|--index", text)
     calls = re.findall(r"flags\+=\((--\S+)|vitrail nightly (.*)", text)
     used = {word for call in calls for part in call for word in re.findall(r"--[a-z-]+", part)}
-    assert used == {"--suite", "--against", "--shard", "--out", "--read", "--bisect"}
+    flags = {"--suite", "--against", "--shard", "--out", "--read", "--bisect", "--no-repro"}
+    assert used == flags
     parser = ArgumentParser()
     add_nightly(parser)
     assert used <= set(parser._option_string_actions)
