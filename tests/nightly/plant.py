@@ -63,6 +63,14 @@ PLANTS: dict[str, tuple[str, str, str]] = {
         'Copy(f"{published}lm_head.weight"',
         'Copy(f"{published}lm_head.renamed"',
     ),
+    # a step that cannot lay out three decodes or more
+    "step": (
+        "vitrail/engine/batch.py",
+        "        pages = self.turn_pages(plan)\n",
+        "        if len(plan.decodes) >= 3:\n"
+        "            raise ValueError(f'no layout for {len(plan.decodes)} decodes')\n"
+        "        pages = self.turn_pages(plan)\n",
+    ),
     # a block of channels that is no power of two
     "block": (
         "vitrail/ops/norm/triton.py",

@@ -96,6 +96,18 @@ def test_a_renamed_weight(tmp_path: Path):
     fails_alone_until_the_commit_before(scripts, root, tmp_path)
 
 
+@pytest.mark.suite("faults", minutes=6, owner="nightly")
+def test_a_step_that_fails(tmp_path: Path):
+    """Its capsule, shrunk: no test, no picture and no weights are in the script."""
+    said = ["crash: ValueError: no layout for", "cause: `vitrail/engine/batch.py:pack`", "capsule-"]
+    scripts, root = finds(tmp_path, "step", ["test_the_demo_model_s_choices"], said)
+    (script,) = scripts
+    text = script.read_text()
+    assert "from vitrail.repro.standalone import" in text
+    assert "def test_" not in text
+    fails_alone_until_the_commit_before(scripts, root, tmp_path)
+
+
 @pytest.mark.suite("faults", minutes=15, owner="nightly")
 def test_a_hang(tmp_path: Path):
     said = ["hang: no end within its limit", "cause: `vitrail/engine/runner.py:launch`"]
