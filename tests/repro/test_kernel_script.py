@@ -21,7 +21,15 @@ from tests.engine.test_recorder import ends
 from tests.ops.kernels import interpreted
 from vitrail import SamplingParams
 from vitrail.attention.fa4 import choose_fa4
-from vitrail.attention.fault import Array, LaunchFault, RuleFault, kernel_fault, legal, op_fault
+from vitrail.attention.fault import (
+    Array,
+    LaunchFault,
+    OpFault,
+    RuleFault,
+    kernel_fault,
+    legal,
+    op_fault,
+)
 from vitrail.attention.legality import broken, finding
 from vitrail.attention.plan import KERNEL_BACKENDS
 from vitrail.attention.shape import AttentionShape, AttentionSite, Phase
@@ -404,6 +412,7 @@ def test_what_is_recorded_holds_no_contents_unless_asked(monkeypatch: pytest.Mon
         {"kernel": "vitrail.ops.norm.triton:norm_kernel)\nimport os  #:x"},
         {"kernel": "vitrail.ops.norm.triton:no_such_kernel"},
         {"kernel": "vitrail.no_such:x"},
+        {"kernel": "vitrail.ops.launch:launch"},
         {"arguments": {"x)\nevil(": 1}},
     ],
 )
@@ -411,6 +420,40 @@ def test_a_hostile_capsule_is_refused(change: dict, tmp_path: Path):
     fault = LaunchFault(kernel="vitrail.ops.norm.triton:norm_kernel", grid=(1,), arguments={"x": 1})
     with pytest.raises(Refused, match="kernel script"):
         kernel_text(msgspec.structs.replace(fault, **change), ROOT, "")
+
+
+@pytest.mark.parametrize(
+    ("op", "definition"),
+    [
+        ("vitrail.engine.ipc:_remove_unlocked", "vitrail.engine.ipc:_remove_unlocked"),
+        ("vitrail.engine.ipc:_remove_unlocked", "vitrail.ops.norm.naive:rms_norm"),
+        ("vitrail.ops.norm.triton:rms_norm", "vitrail.engine.ipc:_remove_unlocked"),
+        ("vitrail.ops.norm.triton:rms_norm", "vitrail.ops.norm.naive:add_rms_norm"),
+        ("vitrail.ops.norm.triton:rms_norm", "vitrail.ops.norm.naive:rms_norm"),
+    ],
+)
+def test_a_capsule_calls_no_function_but_an_op_and_no_op_with_words(
+    op: str, definition: str, tmp_path: Path
+):
+    """The package has functions that remove a folder by its name."""
+    victim, path = tmp_path / "victim", tmp_path / "capsule.json"
+    victim.mkdir()
+    fault = OpFault(op=op, definition=definition, arguments={"folder": str(victim)})
+    made = KernelCapsule(signature="s", error="e", versions={}, gpu="", fault=fault)
+    path.write_bytes(msgspec.json.encode(made))
+    assert main(["repro", str(path)]) == 1
+    assert victim.exists()
+    with pytest.raises(Refused, match="kernel script"):
+        kernel_text(fault, ROOT, "")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"choose": "vitrail.engine.ipc:_remove_unlocked"}, {"holds": "vitrail.engine.policy:34"}],
+)
+def test_a_capsule_calls_no_arithmetic_but_a_planner_s(change: dict):
+    with pytest.raises(Refused, match="kernel script"):
+        kernel_text(msgspec.structs.replace(zero_rows(), **change), ROOT, "")
 
 
 def test_a_hostile_capsule_s_words_stay_words(tmp_path: Path):

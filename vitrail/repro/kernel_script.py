@@ -1,6 +1,7 @@
 """A kernel's failure as one file without the engine: the kernel's source, arguments of the recorded
 shapes from a seed, the launch; or a planner's arithmetic, the numbers, the rule. What is recorded
-is not trusted: it becomes literals, and names only where it is one."""
+is not trusted: it becomes literals, and names only where it is one; what is called by a name is a
+kernel, an op beside its definition, or a planner's arithmetic and rule."""
 
 import re
 from collections.abc import Mapping
@@ -16,8 +17,9 @@ from vitrail.attention.fault import (
     OpFault,
     RuleFault,
 )
+from vitrail.attention.plan import KERNEL_BACKENDS
 from vitrail.config.finding import Finding, Refused
-from vitrail.repro.kernel_source import Flat, Flattener, Symbol
+from vitrail.repro.kernel_source import Flat, Flattener, Symbol, is_kernel
 
 V = TypeVar("V")
 SYMBOL = re.compile(r"(vitrail(?:\.\w+)+):(\w+)")
@@ -178,7 +180,10 @@ def _joined(*parts: str) -> str:
 
 
 def _launch_text(fault: LaunchFault, flattener: Flattener, gpu: str) -> str:
-    kernel = flattener.add(_symbol(fault.kernel))
+    named = _symbol(fault.kernel)
+    kernel = flattener.add(named)
+    if not is_kernel(flattener.source(named.module).defined.get(named.name)):
+        raise ValueError(f"{fault.kernel!r} is no kernel")
     flat = flattener.flat()
     tiles = sorted(
         name
@@ -200,7 +205,14 @@ def _launch_text(fault: LaunchFault, flattener: Flattener, gpu: str) -> str:
 
 
 def _op_text(fault: OpFault, flattener: Flattener, gpu: str) -> str:
-    op, definition = (flattener.add(_symbol(name)) for name in (fault.op, fault.definition))
+    named = _symbol(fault.op), _symbol(fault.definition)
+    folder, _, module = named[1].module.rpartition(".")
+    beside = named[0].module.rpartition(".")[0] == folder and named[0].name == named[1].name
+    if not (beside and folder.startswith("vitrail.ops.") and module == "naive"):
+        raise ValueError(f"{fault.op!r} is no op beside a definition {fault.definition!r}")
+    if any(isinstance(a, str) for a in fault.arguments.values()):
+        raise ValueError("an op takes tensors and numbers")
+    op, definition = map(flattener.add, named)
     flattener.add(Symbol("vitrail.repro.kernel_check", "held"))
     flat = flattener.flat()
     facts = f"OP, DEFINITION = {op}, {definition}\nSEEN_ON_GPU = {gpu!r}\n"
@@ -223,6 +235,9 @@ def _arguments(given: Mapping[str, Array | Number]) -> str:
 
 
 def _rule_text(fault: RuleFault, flattener: Flattener) -> str:
+    known = {f"{b.choose.__module__}:{b.choose.__qualname__}" for b in KERNEL_BACKENDS.values()}
+    if fault.choose not in known or not fault.holds.startswith("vitrail.attention."):
+        raise ValueError(f"{fault.choose!r} and {fault.holds!r} are no planner's")
     choose = flattener.add(_symbol(fault.choose))
     facts = flattener.add(Symbol("vitrail.attention.tiles", "Facts"))
     module, line = _symbol(fault.holds)

@@ -166,9 +166,8 @@ class Flattener:
 
     def _edits(self, source: Source, top: ast.stmt | ast.Lambda) -> Iterator[Edit]:
         """Annotations out, names of other modules and new names in; adds what is named."""
-        is_kernel = _is_kernel(top)
         skipped: set[int] = set()
-        if not is_kernel:
+        if not is_kernel(top):
             for node in ast.walk(top):
                 for edit, annotation in _annotations(source, node):
                     skipped.update(id(inner) for inner in ast.walk(annotation))
@@ -223,7 +222,8 @@ def _bound(node: ast.stmt) -> list[str]:
     return []
 
 
-def _is_kernel(node: ast.stmt | ast.Lambda) -> bool:
+def is_kernel(node: ast.AST | None) -> bool:
+    """Whether a definition is compiled by Triton."""
     return any(
         "jit" in (getattr(n, "id", ""), getattr(n, "attr", ""))
         for d in getattr(node, "decorator_list", ())
