@@ -209,6 +209,42 @@ def test_every_kernel_of_the_demos_steps_is_compiled_and_remembered(tmp_path: Pa
     assert len(list(tmp_path.iterdir())) > int(first[2]), "attention's are there too"
 
 
+def test_a_kernel_of_another_source_is_another_kernel(tmp_path: Path) -> None:
+    """Else what was remembered of the kernel as it was would be said of the kernel as it is."""
+    body = (
+        "import triton\nimport triton.language as tl\n\n\n"
+        "@triton.jit\ndef inner(x):\n    return x + {0}\n\n\n"
+        "@triton.jit\ndef kernel(out, N: tl.constexpr):\n    tl.store(out, inner({1}))\n"
+    )
+    for name, numbers in (("same", (1, 2)), ("inner", (3, 2)), ("outer", (1, 4))):
+        (tmp_path / f"{name}.py").write_text(body.format(*numbers))
+    code = (
+        "import sys, torch\n"
+        "from importlib.util import module_from_spec, spec_from_file_location\n"
+        "from vitrail.ops.compile import specialised\n"
+        "from vitrail.ops.record import Recorded\n"
+        "out = torch.empty(4, device='meta')\n"
+        "def name(path):\n"
+        "    spec = spec_from_file_location('kernels', path)\n"
+        "    module = module_from_spec(spec)\n"
+        "    spec.loader.exec_module(module)\n"
+        "    (made,) = specialised([Recorded(module.kernel, (out,), {'N': 4})], 90)\n"
+        "    return f'{made.name} {made.facts}'\n"
+        "same, again, inner, outer = map(name, sys.argv[1:])\n"
+        "assert same == again, (same, again)\n"
+        "assert len({same, inner, outer}) == 3, (same, inner, outer)\n"
+    )
+    paths = [str(tmp_path / f"{name}.py") for name in ("same", "same", "inner", "outer")]
+    done = subprocess.run(
+        [sys.executable, "-c", code, *paths],
+        env={**os.environ, "TRITON_INTERPRET": "0"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
 def test_the_interpreter_compiles_nothing_and_says_so(tmp_path: Path) -> None:
     report = check(
         Question(

@@ -49,7 +49,7 @@ def specialised(launches: Iterable[Recorded], cc: int) -> list[Special]:
         bound, special, options = _binder(kernel, cc)(*arguments, **_asked(kernel, constants))
         name, facts = (
             f"{kernel.module}.{kernel.fn.__name__}",
-            f"{special} {sorted(options.items())}",
+            f"{special} {sorted(options.items())} {kernel.cache_key}",  # the last of its source
         )
         if (name, facts) in found:
             continue
