@@ -242,3 +242,23 @@ def test_without_the_package_it_cannot_tell(tmp_path: Path, monkeypatch: pytest.
     done = subprocess.run([sys.executable, "-I", "-S", str(script)], capture_output=True, text=True)
     assert done.returncode == 2
     assert "cannot tell" in done.stdout
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="without /proc orphans are out of reach")
+def test_a_script_that_hangs_leaves_no_process_behind(tmp_path: Path):
+    """As a replay in a process of its own is: below the one that is waited for."""
+    root = write_tree(tmp_path / "t", FILES)
+    night = Night(commit="", began="", machine="", jobs=())
+    write = Writer(root, tmp_path / "repro", [], night)
+    pid = tmp_path / "pid"
+    code = (
+        "import subprocess, sys, time, pathlib\n"
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])\n"
+        f"pathlib.Path({str(pid)!r}).write_text(str(child.pid))\n"
+        "time.sleep(60)\n"
+    )
+    code, said = write._run(["-c", code], 3.0)  # pyright: ignore[reportPrivateUsage]
+    assert (code, said) == (None, "it did not end")
+    assert not Path("/proc", pid.read_text()).exists()
+    code, said = write._run(["-c", "print(5); exit(3)"], 30.0)  # pyright: ignore[reportPrivateUsage]
+    assert (code, said) == (3, "5")

@@ -17,6 +17,7 @@ import msgspec
 
 from vitrail.config.env import of_child
 from vitrail.config.finding import Finding, Refused
+from vitrail.nightly import cage
 from vitrail.nightly.bisect import Search
 from vitrail.nightly.pieces import Pieces
 from vitrail.nightly.records import Night
@@ -99,21 +100,25 @@ class Writer:
 
     def _run(self, words: list[str], limit_s: float) -> tuple[int | None, str]:
         """Python in a folder of its own with the package that failed: its exit code, None if it
-        takes longer, and the last line that it says."""
-        with tempfile.TemporaryDirectory() as folder:
-            try:
-                done = subprocess.run(
-                    [sys.executable, *words],
-                    cwd=folder,
-                    env=of_child(self._root),
-                    timeout=limit_s,
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.STDOUT,
-                    text=True,
-                )
-            except subprocess.TimeoutExpired:
-                return None, "it did not end"
-        return done.returncode, (done.stdout.strip().splitlines() or ["it said nothing"])[-1]
+        takes longer, and the last line that it says. In a cage: a replay that hangs is a process
+        below it, and may hold the GPU."""
+        with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as beside:
+            ended = Path(beside) / "ended.json"
+            done = subprocess.run(
+                [
+                    *(sys.executable, "-P", cage.__file__, f"{limit_s}", str(ended)),
+                    *(sys.executable, *words),
+                ],
+                cwd=folder,
+                env=of_child(self._root),
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+            code = msgspec.json.decode(ended.read_bytes(), type=cage.Report).code
+        if code is None:
+            return None, "it did not end"
+        return code, (done.stdout.strip().splitlines() or ["it said nothing"])[-1]
 
 
 def script_of(group: Group, search: Search, night: Night, root: Path) -> str:
