@@ -323,6 +323,16 @@ def _capsule_of(golden: Golden, capsules: Made) -> tuple[Capsule, int]:
     return read(path), path.stat().st_size
 
 
+def test_a_configuration_that_json_cannot_say_leaves_no_file(
+    golden: Golden, capsules: Made, tmp_path: Path
+):
+    """A lone surrogate, which config.json may spell."""
+    capsule, _ = _capsule_of(golden, capsules)
+    with pytest.raises(UnicodeEncodeError):
+        recorder.write(structs.replace(capsule, config={"x": "\ud800"}), tmp_path)
+    assert not list(tmp_path.glob("capsule-*"))
+
+
 @pytest.mark.parametrize("way", ["file", "full"])
 def test_where_it_cannot_be_written_the_request_fails_as_it_would_have(
     golden: Golden,

@@ -203,6 +203,28 @@ def test_a_path_in_a_capsule_is_not_opened(capsule: Capsule, tmp_path: Path):
     assert replay(away).why == ""
 
 
+def test_a_capsule_s_words_steer_no_terminal(
+    capsule: Capsule,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+):
+    from vitrail.repro.outcome import Outcome
+    from vitrail.repro.trial import Trials
+
+    evil, path = "\x1b]0;evil\x07", tmp_path / "capsule.json"
+    versions = capsule.versions | {"vitrail": evil}
+    made = structs.replace(
+        capsule, signature=evil, gpu=evil, architecture=evil, versions=versions
+    )
+    path.write_bytes(encoded(made))
+    monkeypatch.setattr(Trials, "run", lambda *_: Outcome(gpu="another"))
+    assert main(["repro", str(path)]) == 2
+    said = capsys.readouterr().out
+    assert said.count("evil") == 5
+    assert all(c.isprintable() or c == "\n" for c in said)
+
+
 def vast(capsule: Capsule) -> dict[str, Any]:
     """More weights than an address space."""
     return capsule.config["text_config"] | {"vocab_size": 1 << 41}

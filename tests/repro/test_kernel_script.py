@@ -211,6 +211,26 @@ def test_the_command_runs_a_kernel_s_capsule(
 
 
 @interpreted
+def test_a_kernel_that_does_not_end_is_ended_and_steers_no_terminal(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+):
+    fault = LaunchFault(
+        kernel="vitrail.ops.norm.triton:norm_kernel", grid=(1 << 30,), arguments={"x": 1}
+    )
+    made = KernelCapsule(
+        signature="\x1b]0;evil\x07", error="e", versions={}, gpu="", fault=fault
+    )
+    path = tmp_path / "capsule.json"
+    path.write_bytes(msgspec.json.encode(made))
+    assert main(["repro", str(path), "--minutes=0.0001"]) == 2
+    said = capfd.readouterr().out
+    assert "cannot tell" in said
+    assert "was not done" in said
+    assert "\x1b" not in said
+    assert "\\x1b]0;evil" in said
+
+
+@interpreted
 def test_a_step_that_fails_in_a_kernel_is_a_kernel_s_script(
     golden: Golden,
     capsules: Callable[[], list[Path]],

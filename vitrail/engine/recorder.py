@@ -281,10 +281,10 @@ def write(capsule: Capsule, folder: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     now = datetime.now(UTC).strftime("%Y%m%dT%H%M%S%f")
     path = folder / f"capsule-{now}-{os.getpid()}.json"
-    part = path.with_suffix(".part")
+    part, data = path.with_suffix(".part"), encoded(capsule)
     try:
         with os.fdopen(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-            file.write(encoded(capsule))
+            file.write(data)
         part.rename(path)
     except OSError:
         part.unlink(missing_ok=True)

@@ -5,7 +5,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from vitrail.config.finding import Finding, Refused
+from vitrail.config.finding import Finding, Refused, printable
 
 if TYPE_CHECKING:
     from vitrail.repro.capsule import Capsule
@@ -33,14 +33,15 @@ def repro(args: argparse.Namespace) -> int:
     from vitrail.repro.script import repro_kernel
     from vitrail.repro.trial import Trials
 
-    if (code := repro_kernel(args.capsule, args.script)) is not None:
+    if (code := repro_kernel(args.capsule, args.script, 60.0 * args.minutes)) is not None:
         return code
     capsule, until = read(args.capsule), time.monotonic() + 60.0 * args.minutes
     ran = ", ".join(f"{n} {capsule.versions[n]}" for n in PACKAGES if n in capsule.versions)
-    print(f"recorded: {capsule.signature}\n{size_of(capsule)}, on {capsule.gpu}; {ran}", flush=True)
+    print(printable(f"recorded: {capsule.signature}"))
+    print(printable(f"{size_of(capsule)}, on {capsule.gpu}; {ran}"), flush=True)
     with Trials(args.model) as trials:
         code, said = verdict(capsule, trials.run(capsule, 60.0 * args.minutes))
-        print(f"{('seen again', 'not seen', 'cannot tell')[code]}: {said}", flush=True)
+        print(printable(f"{('seen again', 'not seen', 'cannot tell')[code]}: {said}"), flush=True)
         if code == REPRODUCED and (args.shrink or args.script):
             _write(args, _shrunk(capsule, trials, until))
     return code
@@ -76,5 +77,6 @@ def _shrunk(capsule: "Capsule", trials: "Trials", until: float) -> "Capsule":
 
     made = shrink(capsule, fails, lambda: left() > 0)
     ended = "nothing more can be left out" if made.minimal else "time was up before it was done"
-    print(f"shrunk in {made.trials} replays, {ended}: {size_of(made.capsule)}", flush=True)
+    said = f"shrunk in {made.trials} replays, {ended}: {size_of(made.capsule)}"
+    print(printable(said), flush=True)
     return made.capsule

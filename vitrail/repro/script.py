@@ -9,7 +9,7 @@ from pathlib import Path
 
 import msgspec
 
-from vitrail.config.finding import Finding, Refused
+from vitrail.config.finding import Finding, Refused, printable
 from vitrail.repro.capsule import MAX_BYTES, read
 from vitrail.repro.kernel import FORMAT, KernelCapsule
 from vitrail.repro.kernel_script import kernel_text
@@ -19,8 +19,9 @@ CODES = {1: 0, 0: 1}  # of a script -> of `vitrail repro`
 WORDS = {0: "seen again", 1: "not seen", 2: "cannot tell"}
 
 
-def repro_kernel(path: Path, out: Path | None) -> int | None:
+def repro_kernel(path: Path, out: Path | None, seconds: float) -> int | None:
     """As `vitrail repro` of a kernel's capsule: its script run, and written to `out` if it fails.
+    One that is not done in time says nothing.
     None where the engine is needed: of an engine's capsule, unless a script is asked for and what
     failed is a kernel that fails alone."""
     made = read_kernel(path)
@@ -41,9 +42,16 @@ def repro_kernel(path: Path, out: Path | None) -> int | None:
     with tempfile.TemporaryDirectory() as folder:
         script = Path(folder) / "script.py"
         script.write_text(text)
-        done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True)
-    code = CODES.get(done.returncode, 2)
-    print(f"recorded: {made.signature}\n{done.stdout}{done.stderr}{WORDS[code]}: the kernel alone")
+        try:
+            done = subprocess.run(
+                [sys.executable, str(script)], capture_output=True, text=True, timeout=seconds
+            )
+            code, said = CODES.get(done.returncode, 2), f"{done.stdout}{done.stderr}"
+        except subprocess.TimeoutExpired:
+            code, said = 2, f"it was not done after {seconds:.0f} s"
+    for line in (f"recorded: {made.signature}", *said.splitlines()):
+        print(printable(line))
+    print(f"{WORDS[code]}: the kernel alone")
     if code == 0 and out is not None:
         out.write_text(text)
     return code if alone or code == 0 else None
