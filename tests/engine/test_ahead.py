@@ -162,6 +162,40 @@ def test_a_start_that_is_refused_leaves_none_behind(program: Program, tmp_path: 
     assert all(map(gone, pids))
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere nobody hears of a parent's death")
+def test_a_start_that_is_killed_leaves_none_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Neither processes nor the question's file: a frontend kills an engine that does not end."""
+    told = tmp_path / "pids"
+    (tmp_path / "hanging.py").write_text(
+        "import os, time\nfrom vitrail.engine import compilers\n\n\n"
+        "def hang(part):\n"
+        f"    with open({str(told)!r}, 'w') as file:\n"
+        "        file.write(f'{os.getpid()} {os.getppid()}\\n')\n"
+        "    time.sleep(60)\n\n\n"
+        "compilers.compile_part = hang\ncompilers.main([])\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "asked"))
+    (tmp_path / "asked").mkdir()
+    code = (
+        "import time\nfrom vitrail.engine import ahead\nahead.MODULE = 'hanging'\n"
+        f"ahead.Ahead().ask([], [ahead.Steps(config={STEPS.config!r}, sizes=[1])])\n"
+        "time.sleep(60)\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", code]) as start:
+        until = time.monotonic() + 60
+        while not (told.exists() and told.read_text().endswith("\n")) and time.monotonic() < until:
+            time.sleep(0.05)
+        pids = [int(pid) for pid in told.read_text().split()]
+        assert not any(map(gone, pids))
+        start.kill()
+    until = time.monotonic() + 20
+    while not all(map(gone, pids)) and time.monotonic() < until:
+        time.sleep(0.05)
+    assert all(map(gone, pids))
+    assert not list((tmp_path / "asked").iterdir())
+
+
 def test_a_refused_stage_of_a_start_ends_them(monkeypatch: pytest.MonkeyPatch, program: Program):
     program("import time; time.sleep(60)")
     ahead = Ahead()

@@ -3,7 +3,9 @@
 is compiled by a fork, as many at once as there are cores for. Nothing here touches a device before
 it is forked, which no driver would survive."""
 
+import ctypes
 import os
+import signal
 import sys
 import traceback
 from collections import deque
@@ -21,9 +23,12 @@ from vitrail.engine.ahead import KERNELS, MODULE, STEPS, Part
 from vitrail.engine.warm_steps import run_steps
 from vitrail.models.checkpoint import open_checkpoint
 
+PR_SET_PDEATHSIG = 1
+
 
 def main(packages: list[str]) -> int:
     """Says on the standard output what is done (`ahead`); what compilers print is lost."""
+    _end_with_parent()
     said = os.dup(1)
     os.dup2(2, 1)
     for package in packages:
@@ -35,7 +40,9 @@ def main(packages: list[str]) -> int:
     path = sys.stdin.readline()
     if not path:  # nothing is missing
         return 0
-    todo = deque(msgspec.json.decode(Path(path).read_bytes(), type=list[Part]))
+    asked = Path(path)
+    todo = deque(msgspec.json.decode(asked.read_bytes(), type=list[Part]))
+    asked.unlink(missing_ok=True)
     most, running = max(1, (os.cpu_count() or 1) - 2), dict[int, str]()
     while todo or running:
         while todo and len(running) < most:
@@ -55,13 +62,23 @@ def _woken() -> bool:
     return bool(os.waitpid(pid, 0)[1])
 
 
+def _end_with_parent() -> None:
+    """A start that is killed ends nobody itself."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+
 def _fork(part: Part) -> int:
     """The process that compiles it, which ends with 1 where a compiler raised."""
+    main_pid = os.getpid()
     pid = os.fork()
     if pid:
         return pid
     code = 1
     try:
+        _end_with_parent()
+        if os.getppid() != main_pid:  # it ended before
+            os._exit(code)
         compile_part(part)
         code = 0
     except Exception:  # noqa: BLE001  the entry point of a process
