@@ -13,6 +13,8 @@ import pytest
 
 from tests.nightly.tree import INI, job, setting, write_tree
 from tests.ops.kernels import interpreted
+from vitrail.config.env import of_child
+from vitrail.nightly import repro
 from vitrail.nightly.bisect import search_of
 from vitrail.nightly.pieces import Pieces
 from vitrail.nightly.records import Night
@@ -262,3 +264,22 @@ def test_a_script_that_hangs_leaves_no_process_behind(tmp_path: Path):
     assert not Path("/proc", pid.read_text()).exists()
     code, said = write._run(["-c", "print(5); exit(3)"], 30.0)  # pyright: ignore[reportPrivateUsage]
     assert (code, said) == (3, "5")
+
+
+def test_a_failure_that_cannot_be_read_costs_its_capsule_alone(tmp_path: Path):
+    """As of a device that has failed, whose tensors give their values to nobody."""
+    (tmp_path / "test_bad.py").write_text(
+        "from vitrail.repro import kernel\n\n\ndef broken(error):\n"
+        "    raise RuntimeError('an illegal memory access')\n\n\n"
+        "def test_a(monkeypatch):\n    kernel.kernel_capsule = broken\n    assert 1 == 2\n\n\n"
+        "def test_b():\n    pass\n"
+    )
+    watch = Path(repro.__file__).with_name("watch.py")
+    done = subprocess.run(
+        [sys.executable, "-P", str(watch), str(tmp_path / "opened"), "test_bad.py"],
+        cwd=tmp_path,
+        env=of_child(Path(repro.__file__).parents[2]),
+        capture_output=True,
+        text=True,
+    )
+    assert "1 failed, 1 passed" in done.stdout, done.stdout

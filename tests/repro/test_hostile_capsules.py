@@ -214,9 +214,7 @@ def test_a_capsule_s_words_steer_no_terminal(
 
     evil, path = "\x1b]0;evil\x07", tmp_path / "capsule.json"
     versions = capsule.versions | {"vitrail": evil}
-    made = structs.replace(
-        capsule, signature=evil, gpu=evil, architecture=evil, versions=versions
-    )
+    made = structs.replace(capsule, signature=evil, gpu=evil, architecture=evil, versions=versions)
     path.write_bytes(encoded(made))
     monkeypatch.setattr(Trials, "run", lambda *_: Outcome(gpu="another"))
     assert main(["repro", str(path)]) == 2

@@ -217,9 +217,7 @@ def test_a_kernel_that_does_not_end_is_ended_and_steers_no_terminal(
     fault = LaunchFault(
         kernel="vitrail.ops.norm.triton:norm_kernel", grid=(1 << 30,), arguments={"x": 1}
     )
-    made = KernelCapsule(
-        signature="\x1b]0;evil\x07", error="e", versions={}, gpu="", fault=fault
-    )
+    made = KernelCapsule(signature="\x1b]0;evil\x07", error="e", versions={}, gpu="", fault=fault)
     path = tmp_path / "capsule.json"
     path.write_bytes(msgspec.json.encode(made))
     assert main(["repro", str(path), "--minutes=0.0001"]) == 2
