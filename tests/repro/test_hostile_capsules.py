@@ -103,6 +103,22 @@ def setup(data: Data) -> Data:
     return next(s["setups"][0] for s in data["steps"] if s["setups"])
 
 
+def many_pictures(data: Data) -> None:
+    """Each of them as many pixels as one may have."""
+    data["plan"]["encodes"] *= 3
+    data["plan"]["encodes"] = [each | {"resized": [4, 4]} for each in data["plan"]["encodes"]]
+    data["pixels"] = [{"shape": [1 << 13, 1 << 13, 3], "dtype": "uint8"}] * len(
+        data["plan"]["encodes"]
+    )
+
+
+def many_prompts(data: Data) -> None:
+    """Each of them as long as one may be."""
+    data["held"]["max_model_len"] = data["flags"]["max_model_len"] = 1 << 22
+    step = next(s for s in data["steps"] if s["setups"])
+    step["setups"] = [step["setups"][0] | {"num_prompt": 1 << 22}] * 17
+
+
 HARM: dict[str, tuple[Callable[[Data], None], str]] = {
     "unknown field": (put(whole, prompt="hello"), "prompt"),
     "unknown flag": (put(flags, shell="rm"), "shell"),
@@ -125,6 +141,12 @@ HARM: dict[str, tuple[Callable[[Data], None], str]] = {
     "a start with steps": (put(whole, kind="start"), "a start has none"),
     "an entry of no rows": (put(whole, entries=[[1, 0]]), "rows"),
     "an entry of many rows": (put(whole, entries=[[1, 1 << 40]]), "rows"),
+    "entries of many rows together": (
+        put(whole, entries=[[n, 1 << 20] for n in range(10**6, 10**6 + 2)]),
+        "of all",
+    ),
+    "pixels of many pictures": (lambda d: many_pictures(picture(d)), "of all"),
+    "prompts of many rows": (lambda d: many_prompts(d), "of all"),
     "seeds that are too many": (lambda d: step(d).update(seeds=[1] * 99), "of them"),
     "a negative seed": (lambda d: step(d).update(seeds=[-1] * len(step(d)["seeds"])), "0 to 2"),
     "a setup of another row": (put(setup, slot=99), "a slot of 16"),

@@ -16,8 +16,9 @@ from vitrail.engine.step import EncodeJob, SequenceStep
 __all__ = ["MAX_BYTES", "Capsule", "decoded", "encoded", "read"]
 
 MAX_BYTES = 8 << 20
-# of what a replay makes: steps, patches of a job, values of an array, rows of an image
-MAX_STEPS, MAX_PATCHES, MAX_VALUES, MAX_ROWS = 1024, 1 << 20, 1 << 28, 1 << 20
+# of what a replay makes: steps, patches of a job, values of a step's pictures, rows of an image and
+# of all that were encoded before, ids of a step's setups
+MAX_STEPS, MAX_PATCHES, MAX_VALUES, MAX_ROWS, MAX_IDS = 1024, 1 << 20, 1 << 28, 1 << 20, 1 << 26
 Rules = Iterator[tuple[bool, str, object, str]]
 
 
@@ -85,6 +86,8 @@ def _rules(capsule: Capsule, config: EngineConfig) -> Rules:
     yield capsule.failed in indices, "failed", capsule.failed, "a plan of the steps"
     for entry, rows in capsule.entries:
         yield 0 < rows <= MAX_ROWS, f"entries[{entry}]", rows, f"1 to {MAX_ROWS} rows"
+    rows = sum(rows for _, rows in capsule.entries)
+    yield rows <= MAX_ROWS, "entries", f"{rows} rows", f"at most {MAX_ROWS} of all"
     sent: dict[int, int] = {}
     for i, step in enumerate(capsule.steps):
         where = f"steps[{i}]"
@@ -130,12 +133,16 @@ def _step_rules(capsule: Capsule, config: EngineConfig, step: Step, where: str) 
         sizes = (s.num_prompt, s.num_output, s.num_stop, s.num_bias)
         ok = all(0 <= size <= max(longest, 1024) for size in sizes)
         yield ok, f"{where}.setups", sizes, f"0 to {longest} ids"
+    ids = sum(s.num_prompt + s.num_output + s.num_stop + s.num_bias for s in step.setups)
+    yield ids <= MAX_IDS, f"{where}.setups", f"{ids} ids", f"at most {MAX_IDS} of all"
     for s in plan.slices:
         ok = min(s.token_start, s.entry_start, s.length) >= 0
         ok = ok and s.token_start + s.length <= tokens and s.entry_start + s.length <= MAX_ROWS
         yield ok, f"{where}: image {s.entry}", s.length, f"rows within {tokens} prompt tokens"
     count = len(plan.encodes)
     yield len(step.pixels) == count, f"{where}.pixels", len(step.pixels), f"{count} pictures"
+    values = sum(prod(array.shape) for array in step.pixels)
+    yield values <= MAX_VALUES, f"{where}.pixels", values, f"at most {MAX_VALUES} of all"
     for job, array in zip(plan.encodes, step.pixels, strict=False):
         yield from _picture_rules(job, array, f"{where}: image {job.entry}")
 
