@@ -1,6 +1,7 @@
 """What `--compile` says of kernels: each compiled once, held to its plan, remembered by content."""
 
 import os
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -90,6 +91,26 @@ def test_another_source_or_compiler_is_another_kernel(
     run([compiler.job("a")], H200, tmp_path)
     monkeypatch.setattr(compiled, "_release", lambda name: "99")
     run([compiler.job("a")], H200, tmp_path)
+    assert compiler.asked == 2
+
+
+@pytest.mark.parametrize(
+    "source", ["kernels/attend.py", "backends/fa4.py", "compile.py", "compile_fa4.py", "cubin.py"]
+)
+def test_what_another_source_made_or_read_is_not_said(
+    source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A reader that sees more than it did may see too much."""
+    attention, cache = tmp_path / "attention", tmp_path / "cache"
+    shutil.copytree(compiled.ATTENTION, attention)
+    monkeypatch.setattr(compiled, "ATTENTION", attention)
+    compiler = Compiler()
+    run([compiler.job("a")], H200, cache)
+    run([compiler.job("a")], H200, cache)
+    assert compiler.asked == 1
+    with (attention / source).open("a") as file:
+        file.write("# changed\n")
+    run([compiler.job("a")], H200, cache)
     assert compiler.asked == 2
 
 

@@ -124,11 +124,13 @@ def _release(name: str) -> str | None:
 
 
 def _stamp() -> bytes:
-    """Of the compilers, and of every source that a kernel is made from."""
+    """Of the compilers, and of every source that a kernel of attention is made from or what it takes
+    is read by."""
     digest = blake3()
     for name in COMPILERS:
         digest.update(f"{name}=={_release(name)}\0".encode())
-    for path in sorted((*ATTENTION.glob("kernels/*.py"), *ATTENTION.glob("backends/*.py"))):
+    sources = ("kernels/*.py", "backends/*.py", "compile*.py", "cubin.py")
+    for path in sorted(path for pattern in sources for path in ATTENTION.glob(pattern)):
         digest.update(path.name.encode() + b"\0" + path.read_bytes())
     return digest.digest()
 
