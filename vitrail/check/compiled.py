@@ -124,8 +124,8 @@ def _release(name: str) -> str | None:
 
 
 def _stamp() -> bytes:
-    """Of the compilers, and of every source that a kernel of attention is made from or what it takes
-    is read by."""
+    """Of the compilers, and of every source that attention's kernels are made from, or that reads
+    what they take."""
     digest = blake3()
     for name in COMPILERS:
         digest.update(f"{name}=={_release(name)}\0".encode())
