@@ -35,7 +35,7 @@ from vitrail.models.registry import load_entry
 from vitrail.weights import load
 
 MOST_PROCESSES = 8
-MEMORY_SHARE = 0.3  # of a GPU, for all of them together
+MEMORY_SHARE = 0.3  # of what the weights, which load meanwhile, leave of a GPU: for all of them
 CONTEXT_BYTES = 2 << 30  # of each, beside its weights
 
 
@@ -51,10 +51,13 @@ def missing_steps(config: EngineConfig, checkpoint: Checkpoint) -> tuple[str | N
     name = f"decode steps {sizes} {shapes} {config.page_size} {config.deterministic}"
     if noted(name):
         return None, []
+    build = load_entry(checkpoint.architecture).build
     with torch.device("meta"):
-        model = cast(nn.Module, load_entry(checkpoint.architecture).build(*_small(shapes)))
-    each = CONTEXT_BYTES + sum(p.numel() * p.element_size() for p in model.parameters())
-    room = int(MEMORY_SHARE * hardware.hbm_bytes // each)
+        models = [build(shapes.model, shapes.dtype), build(*_small(shapes))]
+    whole, small = (
+        sum(p.numel() * p.element_size() for p in cast(nn.Module, m).parameters()) for m in models
+    )
+    room = max(0, int(MEMORY_SHARE * (hardware.hbm_bytes - whole) // (CONTEXT_BYTES + small)))
     most = min(MOST_PROCESSES, (os.cpu_count() or 1) // 2, room, len(sizes))
     fields = asdict(config)
     parts = [Steps(config=fields, sizes=sizes[n::most]) for n in range(most if most > 1 else 0)]
