@@ -112,6 +112,8 @@ def test_every_prompt_batched_and_cached() -> None:
     assert generated(llm, every[::-1], 24) == GREEDY[::-1]
 
 
+@pytest.mark.suite("parity", minutes=1, owner="models")
+@pytest.mark.nightly
 def test_the_same_weights_as_qwen2_with_zero_biases_say_the_same(llm: LLM, tmp_path: Path) -> None:
     qwen2 = LLM(
         as_qwen2(smollm2_path(), tmp_path / "qwen2.gguf"),

@@ -151,6 +151,8 @@ def test_a_failure_is_there_alone_until_its_fault_is_gone(
     assert "something else: crash ZeroDivisionError" in done.stdout
 
 
+@pytest.mark.suite("faults", minutes=1, owner="nightly")
+@pytest.mark.nightly
 def test_of_a_night_each_kind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("FAULT", "1")
     monkeypatch.setenv("SET_BEFORE", str(tmp_path / "before"))
@@ -190,6 +192,8 @@ def test_of_a_night_each_kind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         assert again(script).returncode == 0, name
 
 
+@pytest.mark.suite("faults", minutes=1, owner="nightly")
+@pytest.mark.nightly
 @interpreted
 def test_a_kernel_s_failure_is_a_kernel_s_file(tmp_path: Path):
     test = (

@@ -164,6 +164,8 @@ def test_the_engine_behind_a_server_leaves_one(
         assert word in read(path).signature
 
 
+@pytest.mark.suite("faults", minutes=1, owner="nightly")
+@pytest.mark.nightly
 def test_trials_run_elsewhere_and_go_on_after_what_ends_them(
     golden: Golden, capsules: Made, plant: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
 ):
