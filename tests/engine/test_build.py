@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 
+from bench.moonvit import PUBLISHED
 from tests.engine.driver import GOLDEN, golden_llm
 from vitrail import LLM, Refused
 from vitrail.check.encoder_peak import encoder_peak
 from vitrail.check.sizes import MEMORY_SHARE, encoder_budget
 from vitrail.config.engine import EngineConfig
 from vitrail.config.hardware import CPU, Hardware, find
-from vitrail.config.model import MoonVitConfig
 from vitrail.models.checkpoint import open_checkpoint
 from vitrail.models.kimi_vl.processor import KimiVLProcessor
 from vitrail.models.registry import load_entry
@@ -162,21 +162,11 @@ def test_a_gpu_encodes_the_pictures_of_a_steps_tokens_at_once_as_far_as_memory_a
     """Kimi-VL's: 8,192 tokens are 32,768 patches, seven of the largest pictures; a small GPU takes
     fewer, never less than one; a CPU one."""
     kimi = KimiVLProcessor(patch_size=14, in_token_limit=4096, merge=2, image_token_id=5)
-    vision = MoonVitConfig(
-        patch_size=14,
-        hidden_size=1152,
-        num_layers=27,
-        num_heads=16,
-        intermediate_size=4304,
-        pos_height=64,
-        pos_width=64,
-        merge=2,
-    )
     golden = load_entry("KimiVLForConditionalGeneration").read_config(
         open_checkpoint(str(GOLDEN / "ckpt")).config, {}
     )
     assert not isinstance(golden, list)
-    model = replace(golden, vision=vision, dtype="bfloat16")
+    model = replace(golden, vision=PUBLISHED, dtype="bfloat16")
 
     def planned(gpu: Hardware, **choices: Any) -> int:
         return encoder_budget(EngineConfig(model="", **choices), model, kimi, gpu)
@@ -191,5 +181,5 @@ def test_a_gpu_encodes_the_pictures_of_a_steps_tokens_at_once_as_far_as_memory_a
     budget = planned(small)
     assert 5352 < budget < 7 * 5352
     hidden, limit = model.text.hidden_size, small.hbm_bytes // MEMORY_SHARE
-    assert encoder_peak(vision, hidden, "bfloat16", budget, 5352) <= limit
-    assert encoder_peak(vision, hidden, "bfloat16", budget + 5352, 5352) > limit
+    assert encoder_peak(PUBLISHED, hidden, "bfloat16", budget, 5352) <= limit
+    assert encoder_peak(PUBLISHED, hidden, "bfloat16", budget + 5352, 5352) > limit

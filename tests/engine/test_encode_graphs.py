@@ -5,13 +5,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bench.moonvit import PUBLISHED
 from tests.vision.moonvit_reference import CONFIG, ours, plans
 from vitrail.attention.fa4 import RELEASE
 from vitrail.attention.plan import CUTLASS_RELEASE, PlanLimits, make_table
 from vitrail.attention.shape import AttentionSite, Phase
 from vitrail.check.encoder_peak import tower_graph_bytes
 from vitrail.config.hardware import GPUS, find
-from vitrail.config.model import MoonVitConfig
 from vitrail.ops.vision.naive import Grids, grid_ints
 from vitrail.vision.rungs import (
     MOST_PATCHES,
@@ -89,16 +89,6 @@ def test_padding_is_inert():
     assert CONFIG.hidden_size == want.shape[1]
 
 
-KIMI = MoonVitConfig(
-    patch_size=14,
-    hidden_size=1152,
-    num_layers=27,
-    num_heads=16,
-    intermediate_size=4304,
-    pos_height=64,
-    pos_width=64,
-    merge=2,
-)
 INSTALLED = {"fa4": RELEASE, "cute": CUTLASS_RELEASE}
 LARGEST, BUDGET = 5352, 37_464
 
@@ -127,7 +117,7 @@ def planned(gpu, prefer=None, installed=INSTALLED, **more):
 def test_every_rung_of_kimis_tower_is_captured_on_every_gpu(gpu, installed):
     """Each by its own plan: on an H200 small ones are Triton's, the others FlashAttention-4's."""
     sites, table = planned(gpu, installed=installed)
-    rungs = rungs_of(KIMI, BUDGET, LARGEST, sites, table)
+    rungs = rungs_of(PUBLISHED, BUDGET, LARGEST, sites, table)
     assert rungs == ladder(BUDGET, UNIT, LARGEST)
     assert (rungs[0], rungs[-1]) == (264, MOST_PATCHES // UNIT * UNIT)
     used = {table.select(*sites[0], MOST_PICTURES + 1, rung).backend for rung in rungs}
@@ -139,10 +129,10 @@ def test_every_rung_of_kimis_tower_is_captured_on_every_gpu(gpu, installed):
 )
 def test_none_is_captured_that_takes_its_lengths_from_the_host(prefer, more):
     sites, table = planned("H200", prefer, **more)
-    assert rungs_of(KIMI, BUDGET, LARGEST, sites, table) == []
-    assert tower_graph_bytes(KIMI, "bfloat16", []) == 0
+    assert rungs_of(PUBLISHED, BUDGET, LARGEST, sites, table) == []
+    assert tower_graph_bytes(PUBLISHED, "bfloat16", []) == 0
 
 
 def test_what_graphs_keep_follows_the_largest():
-    few, many = (tower_graph_bytes(KIMI, "bfloat16", rungs) for rungs in ([256], [256, 1024]))
+    few, many = (tower_graph_bytes(PUBLISHED, "bfloat16", rungs) for rungs in ([256], [256, 1024]))
     assert many == 4 * few > 0

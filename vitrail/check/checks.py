@@ -25,7 +25,7 @@ from vitrail.models.interface import ImageModel
 from vitrail.weights.headers import Headers
 from vitrail.weights.layout import Piece, cut_parameters, legal_sizes, pieces
 from vitrail.weights.mapping import numel
-from vitrail.weights.plan import LoadPlan, ParameterSpec
+from vitrail.weights.plan import ParameterSpec
 from vitrail.weights.problems import labels
 from vitrail.weights.sharding import Layout
 
@@ -78,12 +78,6 @@ def weights_row(subject: Subject, found: Headers | list[Finding]) -> Row:
             "dtypes": dict(kinds),
         },
     )
-
-
-def load_plan_of(subject: Subject, found: Headers | list[Finding]) -> LoadPlan | None:
-    """The plan if there is one."""
-    made = plan_load(subject.checkpoint, subject.config, subject.parameters, found)
-    return None if isinstance(made, list) else made
 
 
 def parameter_bytes(parameters: Mapping[str, ParameterSpec]) -> int:
