@@ -159,6 +159,7 @@ def memory_row(subject: Subject, share: Share, memory: Memory, sizes: Sizes | li
         facts |= {
             "kv_bytes": cache.total_bytes,
             "kv_tokens": cache.num_tokens,
+            "kv_pages": cache.num_pages,
             "max_model_len": sizes.max_model_len,
             "full_requests": cache.full_requests,
         }
