@@ -55,5 +55,6 @@ def pytest_xdist_auto_num_workers() -> int:
 
 
 def is_alone(item: pytest.Item) -> bool:
-    """It measures the machine: its clock, its memory."""
-    return item.get_closest_marker("alone") is not None
+    """It measures the machine, its clock or its memory; or says by its minutes of the night how
+    long it takes on a quiet one."""
+    return any(item.get_closest_marker(mark) for mark in ("alone", "nightly"))
