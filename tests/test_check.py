@@ -9,6 +9,8 @@ import time
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tests import turns
 from tests.server.served import wait_until
@@ -131,6 +133,12 @@ def test_a_wait_for_the_others_is_not_in_the_time_limit(tmp_path: Path) -> None:
     assert waits
     assert running.returncode == 0, said
     assert "1 passed" in said
+
+
+@given(st.just(0.3))
+def test_an_example_that_waits_for_a_core_is_no_failure(seconds: float) -> None:
+    """Hypothesis gives 0.2 s of a clock where nobody says otherwise."""
+    time.sleep(seconds)
 
 
 def test_a_gpu_has_no_workers_and_a_core_has_one(monkeypatch: pytest.MonkeyPatch) -> None:
