@@ -24,6 +24,8 @@ from vitrail.engine.step import StepPlan
 
 T = TypeVar("T")
 
+pytestmark = pytest.mark.alone
+
 RUNNING, TURNS, STEPS = 256, 10, 6
 # Times the yardstick's. Measured on 2026-11-30 with Python 3.11 on two cores that others used as
 # well: schedule 3.0, pack 6.2 (3.3 where signatures are not checked), absorb 4.0, match 0.7,
