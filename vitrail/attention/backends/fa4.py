@@ -9,7 +9,7 @@ is cut on the host, once for all layers, into calls that it can express: rows th
 rows aligned with the end, rows that see none (`cut`).
 
 Legend: T packed queries, S packed keys, H query heads, K key heads, D head_dim, E head_dim_v,
-N pages, P page size, C latent channels, X splits."""
+X splits."""
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -23,7 +23,6 @@ from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
-from jaxtyping import Float
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -213,50 +212,48 @@ def parts_of(launch: Launch) -> tuple[str, ...]:
     return ("forward",) if launch.splits == 1 else ("forward", "combine")
 
 
-class Fa4:
-    """Stateless."""
+class Fa4(AttentionBackend):
+    """Pages of the plan's size, in pools of any strides that are multiples of 16 bytes. Packed keys
+    in one call where queries end with them, or see all of them; of several sequences, rows of keys
+    and values that are not finite are changed in place (`kernels/mend.py`)."""
 
     def pack(self, plan: AttentionPlan, lengths: Lengths) -> Sent:
         """Prefix sums of the calls that the batch is cut in."""
         return pack_calls(plan, lengths)
 
-    def varlen(
+    def attend(
         self,
         plan: AttentionPlan,
-        q_THD: Float[Tensor, "T H D"],
-        k_SKD: Float[Tensor, "S K D"],
-        v_SKE: Float[Tensor, "S K E"],
-        meta: VarlenMetadata,
-        sink_H: Float[Tensor, "H"] | None = None,
+        q_THD: Tensor,
+        k: Tensor,
+        v: Tensor,
+        meta: VarlenMetadata | PagedMetadata,
+        sink_H: Tensor | None,
+        scales: KvScales,
     ) -> Attended:
-        """One call where queries end with their keys, or see all of them. Of several sequences,
-        rows of keys and values that are not finite are changed in place (`kernels/mend.py`)."""
-        return _attend(plan, q_THD, k_SKD, v_SKE, meta, sink_H)
-
-    def paged(
-        self,
-        plan: AttentionPlan,
-        q_THD: Float[Tensor, "T H D"],
-        k_NPKD: Float[Tensor, "N P K D"],
-        v_NPKE: Float[Tensor, "N P K E"],
-        meta: PagedMetadata,
-        sink_H: Float[Tensor, "H"] | None = None,
-        scales: KvScales = UNSCALED,
-    ) -> Attended:
-        """Pages of the plan's size, in pools of any strides that are multiples of 16 bytes."""
+        site, num_tokens = plan.shape.site, q_THD.shape[0]
+        assert not site.latent_rank, f"{plan.backend} plans no latent rows"
         assert scales == UNSCALED, scales
-        return _attend(plan, q_THD, k_NPKD, v_NPKE, meta, sink_H)
-
-    def latent(
-        self,
-        plan: AttentionPlan,
-        q_THC: Float[Tensor, "T H C"],
-        cache_NPC: Float[Tensor, "N P C"],
-        meta: PagedMetadata,
-        scales: KvScales = UNSCALED,
-    ) -> Attended:
-        """Never planned."""
-        raise AssertionError(f"{plan.backend} plans no latent rows")
+        check_tensors(plan, q_THD, k, v, sink_H)
+        for t in (q_THD, k, v):
+            assert is_wide(t), f"strides {t.stride()}: rows start at borders of {WIDE_BYTES} bytes"
+        work = meta.work.get(plan, lambda: _prepare(plan, meta, q_THD.device))
+        assert num_tokens == work.num_tokens, f"{num_tokens} queries of {work.num_tokens}"
+        if not isinstance(meta, PagedMetadata):
+            assert k.shape[0] == v.shape[0] == work.num_keys, f"{len(k)} keys of {work.num_keys}"
+            if meta.batch > 1 and not meta.mended:
+                _mend(plan, k, v)
+        out_THE = q_THD.new_empty((num_tokens, site.num_q_heads, site.head_dim_v))
+        lse_HT = q_THD.new_empty((site.num_q_heads, num_tokens), dtype=torch.float32)
+        sink_H = None if sink_H is None else sink_H.float()
+        for rows in work.blank:
+            out_THE[rows] = 0
+            lse_HT[:, rows] = -torch.inf if sink_H is None else sink_H[:, None]
+        for call in work.calls:
+            rows, keys = call.rows, call.keys
+            tensors = (q_THD[rows], k[keys], v[keys], out_THE[rows], lse_HT[:, rows])
+            _run(plan, call, tensors, sink_H)
+        return Attended(out_THE, lse_HT.t())
 
 
 BACKEND: AttentionBackend = Fa4()
@@ -332,37 +329,6 @@ def _prepare(
     sent = pack_calls(plan, lengths_of(meta))
     tensors = [torch.from_numpy(a).to(device) for a in sent.arrays]
     return cast(Prepared, sent.place(meta, tensors))
-
-
-def _attend(
-    plan: AttentionPlan,
-    q_THD: Tensor,
-    k: Tensor,
-    v: Tensor,
-    meta: VarlenMetadata | PagedMetadata,
-    sink_H: Tensor | None,
-) -> Attended:
-    """`k`, `v`: [N, P, K, D] where paged, else [S, K, D]."""
-    check_tensors(plan, q_THD, k, v, sink_H)
-    for t in (q_THD, k, v):
-        assert is_wide(t), f"strides {t.stride()}: rows start at borders of {WIDE_BYTES} bytes"
-    work = meta.work.get(plan, lambda: _prepare(plan, meta, q_THD.device))
-    num_tokens, site = q_THD.shape[0], plan.shape.site
-    assert num_tokens == work.num_tokens, f"{num_tokens} queries of {work.num_tokens}"
-    if not isinstance(meta, PagedMetadata):
-        assert k.shape[0] == v.shape[0] == work.num_keys, f"{len(k)} keys of {work.num_keys}"
-    out_THE = q_THD.new_empty((num_tokens, site.num_q_heads, site.head_dim_v))
-    lse_HT = q_THD.new_empty((site.num_q_heads, num_tokens), dtype=torch.float32)
-    if not isinstance(meta, PagedMetadata) and meta.batch > 1 and not meta.mended:
-        _mend(plan, k, v)
-    sink_H = None if sink_H is None else sink_H.float()
-    for rows in work.blank:
-        out_THE[rows] = 0
-        lse_HT[:, rows] = -torch.inf if sink_H is None else sink_H[:, None]
-    for call in work.calls:
-        rows, keys = call.rows, call.keys
-        _run(plan, call, (q_THD[rows], k[keys], v[keys], out_THE[rows], lse_HT[:, rows]), sink_H)
-    return Attended(out_THE, lse_HT.t())
 
 
 @cache
