@@ -16,7 +16,6 @@ from vitrail.weights.mapping import (
     Flatten,
     Fuse,
     Ignore,
-    Split,
     Tie,
     Transpose,
     WeightMap,
@@ -35,8 +34,7 @@ class Layer(nn.Module):
         rows = HEADS * QK + KV_HEADS * (QK + V)
         self.qkv = nn.Linear(HIDDEN, rows, bias=False)
         self.out = nn.Linear(HEADS * V, HIDDEN, bias=False)
-        self.key_up = nn.Parameter(torch.empty(HEADS * QK, 6))
-        self.value_up = nn.Parameter(torch.empty(HEADS * V, 6))
+        self.kv_up = nn.Parameter(torch.empty(HEADS * (QK + V), 6))
         self.gate_up = nn.Parameter(torch.empty(EXPERTS, 2 * INTER, HIDDEN))
         self.down = nn.Parameter(torch.empty(EXPERTS, HIDDEN, INTER))
         self.router_bias = nn.Parameter(torch.empty(EXPERTS, dtype=torch.float32))
@@ -77,10 +75,6 @@ _QKV = Shard(
 )
 
 
-def heads(width: int) -> Shard:
-    return Shard(dim=0, segments=(Segment(units=HEADS, width=width),))
-
-
 HEAD = Copy("lm.lm_head.weight", "head.weight", Shard(dim=0))
 ROWS = (
     Copy("lm.model.embed.weight", "embed.weight", Shard(dim=0)),
@@ -91,11 +85,10 @@ ROWS = (
         shard=_QKV,
     ),
     Copy("lm.model.layers.{layer}.attn.o_proj.weight", "layers.{layer}.out.weight", Shard(dim=1)),
-    Split(
-        checkpoint="lm.model.layers.{layer}.attn.kv_b.weight",
-        parameters=("layers.{layer}.key_up", "layers.{layer}.value_up"),
-        groups=HEADS,
-        shards=(heads(QK), heads(V)),
+    Copy(
+        "lm.model.layers.{layer}.attn.kv_b.weight",
+        "layers.{layer}.kv_up",
+        Shard(dim=0, segments=(Segment(units=HEADS, width=QK + V),)),
     ),
     Experts(
         checkpoints=(
@@ -185,9 +178,7 @@ def meant(stored: dict[str, Tensor]) -> dict[str, Tensor]:
         at, to = f"lm.model.layers.{layer}", f"layers.{layer}"
         found[f"{to}.qkv.weight"] = torch.cat([stored[f"{at}.attn.{x}_proj.weight"] for x in "qkv"])
         found[f"{to}.out.weight"] = stored[f"{at}.attn.o_proj.weight"]
-        per_head = stored[f"{at}.attn.kv_b.weight"].unflatten(0, (HEADS, QK + V))
-        found[f"{to}.key_up"] = per_head[:, :QK].flatten(0, 1)
-        found[f"{to}.value_up"] = per_head[:, QK:].flatten(0, 1)
+        found[f"{to}.kv_up"] = stored[f"{at}.attn.kv_b.weight"]
         each = [
             {x: stored[f"{at}.experts.{e}.{x}.weight"] for x in ("gate", "up", "down")}
             for e in range(EXPERTS)

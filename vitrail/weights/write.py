@@ -85,12 +85,12 @@ def tensors_of(
     tensors: dict[str, Tensor] = {}
     for index, holes in instances:
         row = weight_map.rows[index]
-        targets = [parameters[filled(pattern, holes)] for pattern in row.parameters]
-        for source in row.sources(tuple(tuple(target.shape) for target in targets)):
-            stored = torch.empty(source.shape, dtype=targets[source.pieces[0].target].dtype)
+        parameter = parameters[filled(row.parameter, holes)]
+        for source in row.sources(tuple(parameter.shape)):
+            stored = torch.empty(source.shape, dtype=parameter.dtype)
             viewed = stored.view(source.view or source.shape)
             for piece in source.pieces:
-                _store(viewed, piece, targets[piece.target])
+                _store(viewed, piece, parameter)
             tensors[filled(source.checkpoint, holes)] = stored
     return tensors
 
