@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from vitrail.attention.installed import releases as installed_releases
 from vitrail.attention.plan import DISTRIBUTIONS
 from vitrail.config.engine import EngineConfig
-from vitrail.config.finding import Finding, Refused
+from vitrail.config.finding import Refused
 from vitrail.config.hardware import CPU, Hardware, find, from_device
 
 
@@ -84,4 +84,4 @@ def _release(text: str) -> tuple[str, str]:
 
 
 def _refused(where: str, saw: str, rule: str, change: str) -> Refused:
-    return Refused(Finding(where=where, saw=saw, rule=rule, change=change))
+    return Refused.because(where=where, saw=saw, rule=rule, change=change)

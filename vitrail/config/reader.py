@@ -39,8 +39,8 @@ def read_file(path: Path) -> bytes:
 
 def _refused(path: Path, saw: str, rule: str) -> Refused:
     change = "check that the model folder is complete"
-    return Refused(
-        Finding(where=path.name, saw=saw, rule=rule, change=change, code="bad_checkpoint")
+    return Refused.because(
+        where=path.name, saw=saw, rule=rule, change=change, code="bad_checkpoint"
     )
 
 

@@ -10,7 +10,7 @@ from typing import NamedTuple, cast
 import numpy as np
 from PIL import Image
 
-from vitrail.config.finding import Finding, Refused
+from vitrail.config.finding import Refused
 from vitrail.tokenizer.messages import ImagePart, Message, TextPart, ToolCall
 from vitrail.vision.image import ImageLimits, parse_data_url
 from vitrail.vision.preprocess import PatchedImage
@@ -259,4 +259,4 @@ def _optional(data: Mapping[str, object], key: str, where: str) -> str | None:
 
 
 def _refused(where: str, saw: str, rule: str, change: str) -> Refused:
-    return Refused(Finding(where=where, saw=saw, rule=rule, change=change))
+    return Refused.because(where=where, saw=saw, rule=rule, change=change)

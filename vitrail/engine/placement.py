@@ -11,7 +11,7 @@ import torch
 
 from vitrail.check.sizes import kv_dtype, served_dtype
 from vitrail.config.engine import DEFAULT_VIDEO_FRAMES, EngineConfig, plan_frames
-from vitrail.config.finding import Finding, Refused, accept
+from vitrail.config.finding import Refused, accept
 from vitrail.config.hardware import CPU, Hardware, from_device
 from vitrail.config.model import ModelConfig
 from vitrail.engine.floors import Shapes
@@ -40,13 +40,11 @@ def device_of(config: EngineConfig) -> torch.device:
     """Where the model runs. Raises `Refused`."""
     available = torch.cuda.is_available()
     if config.device == "cuda" and not available:
-        raise Refused(
-            Finding(
-                where="device",
-                saw="cuda, and torch sees no CUDA device",
-                rule="the device is there",
-                change="pass --device cpu, or install a CUDA build of torch",
-            )
+        raise Refused.because(
+            where="device",
+            saw="cuda, and torch sees no CUDA device",
+            rule="the device is there",
+            change="pass --device cpu, or install a CUDA build of torch",
         )
     return torch.device("cuda" if available and config.device != "cpu" else "cpu")
 

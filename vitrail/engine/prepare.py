@@ -403,7 +403,7 @@ def _mix(seed: int, text: str) -> int:
 
 
 def _refused(where: str, saw: str, rule: str, change: str, code: str = "invalid_value") -> Refused:
-    return Refused(Finding(where=where, saw=saw, rule=rule, change=change, code=code))
+    return Refused.because(where=where, saw=saw, rule=rule, change=change, code=code)
 
 
 def _no_tokenizer(where: str) -> Finding:

@@ -61,13 +61,11 @@ def typed(params: SamplingParams) -> SamplingParams:
         return msgspec.convert(given, SamplingParams)
     except msgspec.ValidationError as error:
         saw, _, path = str(error).partition(" - at `$.")
-        raise Refused(
-            Finding(
-                where=path.rstrip("`") or "params",
-                saw=saw,
-                rule="a field has the type that SamplingParams declares",
-                change="pass that type",
-            )
+        raise Refused.because(
+            where=path.rstrip("`") or "params",
+            saw=saw,
+            rule="a field has the type that SamplingParams declares",
+            change="pass that type",
         ) from error
 
 

@@ -171,7 +171,7 @@ def from_patches(
 
     def refuse(saw: str, rule: str) -> Refused:
         change = "pass what the checkpoint's processor made, with its grid"
-        return Refused(Finding(where=where, saw=saw, rule=rule, change=change))
+        return Refused.because(where=where, saw=saw, rule=rule, change=change)
 
     height, width = grid
     broken = _grid_rule(height, width, block, rules)

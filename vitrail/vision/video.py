@@ -31,7 +31,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from vitrail.config.finding import Finding, Refused
+from vitrail.config.finding import Refused
 from vitrail.vision.image import DecodedImage, ImageLimits, from_array
 from vitrail.vision.preprocess import even_frames
 from vitrail.vision.video_container import promised_bytes, reader_of
@@ -291,4 +291,4 @@ def _broken(where: str, saw: str) -> Refused:
 
 
 def _refuse(where: str, saw: str, rule: str, change: str, code: str = "invalid_value") -> Refused:
-    return Refused(Finding(where=where, saw=saw, rule=rule, change=change, code=code))
+    return Refused.because(where=where, saw=saw, rule=rule, change=change, code=code)
