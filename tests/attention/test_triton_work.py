@@ -11,9 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from triton_plans import tiny
 
+from tests.attention.packed import varlen_metadata
 from vitrail.attention.backend import load_backend
 from vitrail.attention.backends.triton import prepare
-from vitrail.attention.metadata import lengths_of, paged_metadata, varlen_metadata
+from vitrail.attention.metadata import lengths_of, paged_metadata
 from vitrail.attention.records import COMBINE_SPLITS, make_records, padded, records_of
 from vitrail.attention.shape import Phase
 from vitrail.config.finding import Refused

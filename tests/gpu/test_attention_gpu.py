@@ -6,10 +6,11 @@ import pytest
 import torch
 
 from tests.attention.dense_attention import dense, dense_packed, paged
+from tests.attention.packed import varlen_metadata
 from vitrail.attention.backend import UNSCALED, load_backend
 from vitrail.attention.fa4 import RELEASE
 from vitrail.attention.installed import releases
-from vitrail.attention.metadata import PagedMetadata, paged_metadata, varlen_metadata
+from vitrail.attention.metadata import PagedMetadata, paged_metadata
 from vitrail.attention.plan import DISTRIBUTIONS, AttentionPlan, plan
 from vitrail.attention.shape import PAGED, AttentionShape, AttentionSite, Phase
 from vitrail.cache.kv_pool import dequantized, quantized

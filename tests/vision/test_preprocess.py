@@ -6,16 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.vision.normalised import normalise
 from vitrail.config.finding import Refused
 from vitrail.config.model import PatchRules
-from vitrail.vision.preprocess import (
-    Normalisation,
-    from_patches,
-    normalise,
-    pad,
-    patchify,
-    resize,
-)
+from vitrail.vision.preprocess import Normalisation, from_patches, pad, patchify, resize
 
 EXAMPLES = settings(max_examples=50, derandomize=True, deadline=None)
 SIDES = st.integers(1, 7)

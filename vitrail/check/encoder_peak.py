@@ -19,8 +19,14 @@ beside its gelu, and fp32 copies of what is rotated. A test counts these, byte f
 
 from typing import NamedTuple
 
-from vitrail.cache.spec import ITEM_BYTES
-from vitrail.config.model import DType, MoonVitConfig, PatchRules, SiglipConfig, VisionConfig
+from vitrail.config.model import (
+    ITEM_BYTES,
+    DType,
+    MoonVitConfig,
+    PatchRules,
+    SiglipConfig,
+    VisionConfig,
+)
 
 CHANNELS = 3
 # A picture of all scales where no processor says how large one can be: NVILA's 12 tiles.

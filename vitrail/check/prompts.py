@@ -1,6 +1,7 @@
 """The rows about what clients send: pictures, conversations, text."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from vitrail.check.report import Fact, Row
@@ -88,14 +89,7 @@ def _scales(grid: ImageGrid) -> str:
 
 
 def _named(finding: Finding, where: str, severity: str) -> Finding:
-    return Finding(
-        where=where,
-        saw=finding.saw,
-        rule=finding.rule,
-        change=finding.change,
-        code=finding.code,
-        severity="error" if severity == "error" else "warning",
-    )
+    return replace(finding, where=where, severity="error" if severity == "error" else "warning")
 
 
 def _grid_findings(

@@ -58,7 +58,7 @@ class Refused(ValueError):
 
     @classmethod
     def because(
-        cls, *, where: str, saw: str, rule: str, change: str, code: str = INVALID
+        cls, where: str, saw: str, rule: str, change: str, code: str = INVALID
     ) -> "Refused":
         """For one reason."""
         return cls(Finding(where=where, saw=saw, rule=rule, change=change, code=code))

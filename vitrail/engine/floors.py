@@ -10,8 +10,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from vitrail.cache.spec import ITEM_BYTES
 from vitrail.config.model import (
+    ITEM_BYTES,
     DType,
     KvDType,
     MlaConfig,

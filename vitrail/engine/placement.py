@@ -12,11 +12,12 @@ import torch
 from vitrail.check.sizes import kv_dtype, served_dtype
 from vitrail.config.engine import DEFAULT_VIDEO_FRAMES, EngineConfig, plan_frames
 from vitrail.config.finding import Refused, accept
-from vitrail.config.hardware import CPU, Hardware, from_device
+from vitrail.config.hardware import CPU, Hardware
 from vitrail.config.model import ModelConfig
 from vitrail.engine.floors import Shapes
 from vitrail.models.checkpoint import Checkpoint
 from vitrail.models.registry import load_entry
+from vitrail.ops.record import gpu_of
 
 
 class Placed(NamedTuple):
@@ -51,10 +52,7 @@ def device_of(config: EngineConfig) -> torch.device:
 
 def hardware_of(device: torch.device) -> Hardware:
     """The device as planners know it."""
-    if device.type == "cpu":
-        return CPU
-    p = torch.cuda.get_device_properties(device)
-    return from_device(p.name, p.major * 10 + p.minor, p.multi_processor_count, p.total_memory)
+    return CPU if device.type == "cpu" else gpu_of(device)
 
 
 def video_frames_of(config: EngineConfig, model: ModelConfig) -> int:

@@ -108,15 +108,6 @@ class Tokenizer(ABC):
     def _encode(self, text: str) -> list[int]:
         """`encode` of valid Unicode."""
 
-    def encode_with_specials(self, text: str) -> list[int]:
-        """The ids of `text` with special literals recognised. For text that no client wrote."""
-        pieces = self.specials.split(text)
-        ids = self.encode(pieces[0])
-        for literal, piece in zip(pieces[1::2], pieces[2::2], strict=True):
-            ids.append(self.specials.ids[literal])
-            ids.extend(self.encode(piece))
-        return ids
-
     def id_of(self, special: str) -> int:
         """The id of a special token's literal. Raises `Refused` where there is no such token."""
         token_id = self.specials.ids.get(special)

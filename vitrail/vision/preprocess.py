@@ -148,15 +148,6 @@ def patchify(pixels: Pixels, patch_size: int) -> UInt8[np.ndarray, "patches feat
     return cut.reshape(-1, 3 * size * size)
 
 
-def normalise(
-    patches: UInt8[np.ndarray, "patches features"], how: Normalisation
-) -> Float32[np.ndarray, "patches features"]:
-    """(x / 255 - mean) / std in float32, channels first in each row: what a tower does to uint8."""
-    mean, std = (np.array(v, np.float32)[None, :, None] for v in (how.mean, how.std))
-    samples = patches.reshape(len(patches), 3, -1).astype(np.float32) / np.float32(255)
-    return ((samples - mean) / std).reshape(patches.shape)
-
-
 def from_patches(
     patches: np.ndarray,
     grid: tuple[int, int],

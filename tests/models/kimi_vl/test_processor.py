@@ -9,11 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.vision.normalised import normalise
 from vitrail.config.finding import Finding, Refused
 from vitrail.models.kimi_vl.processor import MAX_SIDE, NORMALISATION, KimiVLProcessor
 from vitrail.vision.image import DecodedImage, ImageLimits, decode, from_array
 from vitrail.vision.placeholders import expand
-from vitrail.vision.preprocess import ImageGrid, normalise
+from vitrail.vision.preprocess import ImageGrid
 
 TESTS = Path(__file__).parents[2]
 PICTURES = TESTS / "cases" / "images"

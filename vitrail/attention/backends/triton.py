@@ -30,8 +30,7 @@ from vitrail.attention.records import (
     records_of,
 )
 from vitrail.attention.shape import PAGED, Phase
-from vitrail.attention.tiles import DTYPE_BYTES
-from vitrail.config.model import KvScales
+from vitrail.config.model import ITEM_BYTES, KvScales
 from vitrail.ops.launch import launch
 
 LOG2_E = math.log2(math.e)
@@ -119,8 +118,8 @@ def launches(plan: AttentionPlan, wide: bool = True) -> tuple[Launch, ...]:
             "WINDOW": site.window is not None and not single,
             "SOFTCAP": site.softcap is not None,
             "SINK": site.sink,
-            "UNIT": WIDE_BYTES // DTYPE_BYTES[shape.dtype] if wide else 1,
-            "KV_UNIT": WIDE_BYTES // DTYPE_BYTES[stored] if wide else 1,
+            "UNIT": WIDE_BYTES // ITEM_BYTES[shape.dtype] if wide else 1,
+            "KV_UNIT": WIDE_BYTES // ITEM_BYTES[stored] if wide else 1,
             "PEELED": peeled,
         },
         num_warps=plan.num_warps,
