@@ -13,6 +13,7 @@ import numpy as np
 from jaxtyping import Float
 from torch import Tensor
 
+from vitrail.attention.call import Call
 from vitrail.attention.metadata import PagedMetadata, VarlenMetadata
 from vitrail.attention.plan import BACKENDS, AttentionPlan
 from vitrail.attention.records import Lengths
@@ -52,18 +53,8 @@ class AttentionBackend(ABC):
         return None
 
     @abstractmethod
-    def attend(
-        self,
-        plan: AttentionPlan,
-        q_THD: Tensor,
-        k: Tensor,
-        v: Tensor,
-        meta: VarlenMetadata | PagedMetadata,
-        sink_H: Tensor | None,
-        scales: KvScales,
-    ) -> Attended:
-        """`k`, `v`: [N, P, K, D] and [N, P, K, E] where paged, else [S, K, D] and [S, K, E]. Of
-        latent rows `k` is whole rows and `v` their first channels."""
+    def attend(self, call: Call) -> Attended:
+        """The call's result."""
 
     def varlen(
         self,
@@ -75,7 +66,7 @@ class AttentionBackend(ABC):
         sink_H: Float[Tensor, "H"] | None = None,
     ) -> Attended:
         """Encode and prefill phases: packed queries against packed keys."""
-        return self.attend(plan, q_THD, k_SKD, v_SKE, meta, sink_H, UNSCALED)
+        return self.attend(Call(plan, q_THD, k_SKD, v_SKE, meta, sink_H, UNSCALED))
 
     def paged(
         self,
@@ -89,7 +80,7 @@ class AttentionBackend(ABC):
     ) -> Attended:
         """Extend and decode phases: keys and values in pages (any strides), stored as the plan's
         `kv_dtype`; `scales`: what the stored ones are multiplied by."""
-        return self.attend(plan, q_THD, k_NPKD, v_NPKE, meta, sink_H, scales)
+        return self.attend(Call(plan, q_THD, k_NPKD, v_NPKE, meta, sink_H, scales))
 
     def latent(
         self,
@@ -104,7 +95,7 @@ class AttentionBackend(ABC):
         assert scales.k == scales.v, f"{scales} of rows that are keys and values at once"
         rows_NP1C = cache_NPC[:, :, None]
         values_NP1R = rows_NP1C[..., : plan.shape.site.latent_rank]
-        return self.attend(plan, q_THC, rows_NP1C, values_NP1R, meta, None, scales)
+        return self.attend(Call(plan, q_THC, rows_NP1C, values_NP1R, meta, None, scales))
 
 
 @cache

@@ -8,18 +8,16 @@ from collections.abc import Callable
 from functools import cache
 
 from cutlass import Float32, Int32, cute
-from torch import Tensor
 
 from vitrail.attention.backend import UNSCALED, Attended, AttentionBackend, Sent
 from vitrail.attention.backends.kept import kept
 from vitrail.attention.backends.triton import factors, join, pack_records, prepare, results
-from vitrail.attention.call import check_tensors, is_wide
+from vitrail.attention.call import Call, check_tensors, is_wide
 from vitrail.attention.decode_spec import Spec, spec
 from vitrail.attention.kernels.decode_sm90 import DecodeSm90
-from vitrail.attention.metadata import PagedMetadata, VarlenMetadata
+from vitrail.attention.metadata import PagedMetadata
 from vitrail.attention.plan import AttentionPlan
 from vitrail.attention.records import Lengths
-from vitrail.config.model import KvScales
 
 
 @cache
@@ -72,19 +70,11 @@ class Cute(AttentionBackend):
         """Records."""
         return pack_records(plan, lengths)
 
-    def attend(
-        self,
-        plan: AttentionPlan,
-        q_THD: Tensor,
-        k: Tensor,
-        v: Tensor,
-        meta: VarlenMetadata | PagedMetadata,
-        sink_H: Tensor | None,
-        scales: KvScales,
-    ) -> Attended:
+    def attend(self, call: Call) -> Attended:
+        plan, q_THD, k, v, meta, sink_H, scales = call
         assert isinstance(meta, PagedMetadata), f"planned {plan.kernel} on {plan.backend}"
         assert scales == UNSCALED, scales
-        check_tensors(plan, q_THD, k, v, sink_H)
+        check_tensors(call)
         site = plan.shape.site
         k = k[..., site.latent_rank :]  # of latent rows, what is not in the values
         for t in (q_THD, k, v):

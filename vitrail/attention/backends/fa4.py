@@ -29,7 +29,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from vitrail.attention.backend import UNSCALED, Attended, AttentionBackend, Sent
 from vitrail.attention.backends import triton
 from vitrail.attention.backends.kept import kept
-from vitrail.attention.call import WIDE_BYTES, check_lengths, check_tensors, is_wide
+from vitrail.attention.call import WIDE_BYTES, Call, check_lengths, check_tensors, is_wide
 from vitrail.attention.fa4 import weights_in_registers
 from vitrail.attention.fa4_calls import cut
 from vitrail.attention.kernels.mend import mend
@@ -37,7 +37,6 @@ from vitrail.attention.metadata import PagedMetadata, VarlenMetadata, lengths_of
 from vitrail.attention.plan import AttentionPlan
 from vitrail.attention.records import Lengths
 from vitrail.attention.shape import Phase
-from vitrail.config.model import KvScales
 from vitrail.ops.launch import launch
 
 MENDED_ROWS = 32  # of a program that looks for rows that are not finite
@@ -221,20 +220,12 @@ class Fa4(AttentionBackend):
         """Prefix sums of the calls that the batch is cut in."""
         return pack_calls(plan, lengths)
 
-    def attend(
-        self,
-        plan: AttentionPlan,
-        q_THD: Tensor,
-        k: Tensor,
-        v: Tensor,
-        meta: VarlenMetadata | PagedMetadata,
-        sink_H: Tensor | None,
-        scales: KvScales,
-    ) -> Attended:
+    def attend(self, call: Call) -> Attended:
+        plan, q_THD, k, v, meta, sink_H, scales = call
         site, num_tokens = plan.shape.site, q_THD.shape[0]
         assert not site.latent_rank, f"{plan.backend} plans no latent rows"
         assert scales == UNSCALED, scales
-        check_tensors(plan, q_THD, k, v, sink_H)
+        check_tensors(call)
         for t in (q_THD, k, v):
             assert is_wide(t), f"strides {t.stride()}: rows start at borders of {WIDE_BYTES} bytes"
         work = meta.work.get(plan, lambda: _prepare(plan, meta, q_THD.device))
@@ -249,10 +240,10 @@ class Fa4(AttentionBackend):
         for rows in work.blank:
             out_THE[rows] = 0
             lse_HT[:, rows] = -torch.inf if sink_H is None else sink_H[:, None]
-        for call in work.calls:
-            rows, keys = call.rows, call.keys
+        for step in work.calls:
+            rows, keys = step.rows, step.keys
             tensors = (q_THD[rows], k[keys], v[keys], out_THE[rows], lse_HT[:, rows])
-            _run(plan, call, tensors, sink_H)
+            _run(plan, step, tensors, sink_H)
         return Attended(out_THE, lse_HT.t())
 
 
@@ -260,7 +251,7 @@ BACKEND: AttentionBackend = Fa4()
 WHOLE = slice(None)
 
 
-class Call(NamedTuple):
+class Step(NamedTuple):
     """A launch for packed queries `rows` and (packed) keys `keys` or all pages. `lengths`: prefix
     sums of queries and (packed) of keys, (paged) lengths of keys and table."""
 
@@ -275,7 +266,7 @@ class Prepared(NamedTuple):
     """A batch's calls, made once for all layers, and packed rows that see no key. `num_tokens`
     queries, `num_keys` packed keys (0 where they are paged)."""
 
-    calls: tuple[Call, ...]
+    calls: tuple[Step, ...]
     blank: tuple[slice, ...]
     num_tokens: int
     num_keys: int
@@ -296,13 +287,13 @@ def pack_calls(plan: AttentionPlan, lengths: Lengths) -> Sent:
 
     def place(meta: VarlenMetadata, tensors: Sequence[Tensor]) -> Prepared:
         check_lengths(plan, meta)
-        calls, sums = list[Call](), iter(tensors)
+        calls, sums = list[Step](), iter(tensors)
         for part in made.parts:
             mine = (part.q_lens, part.kv_lens) == whole
             cu_q, cu_kv = (meta.cu_q, meta.cu_kv) if mine else next(sums)
             kernels = kernels_of(launch_of(plan, part.causal))
             lengths = (cu_q, cu_kv, None, None)
-            calls.append(Call(kernels, part.rows, part.keys, part.causal, lengths))
+            calls.append(Step(kernels, part.rows, part.keys, part.causal, lengths))
         return Prepared(tuple(calls), made.blank, sum(meta.q_lens), sum(meta.kv_lens))
 
     return Sent(arrays, place)
@@ -318,7 +309,7 @@ def _paged_call(plan: AttentionPlan, meta: PagedMetadata) -> Prepared:
         assert q_len <= kv_len, f"{q_len} queries are the last of {kv_len} keys"
     lengths = (meta.cu_q, None, meta.kv_lens_dev, meta.block_table)
     causal = plan.shape.site.causal
-    call = Call(kernels_of(launch_of(plan, causal)), WHOLE, WHOLE, causal, lengths)
+    call = Step(kernels_of(launch_of(plan, causal)), WHOLE, WHOLE, causal, lengths)
     return Prepared((call,), (), num_tokens, 0)
 
 
@@ -369,7 +360,7 @@ def _mend(plan: AttentionPlan, k_SKD: Tensor, v_SKE: Tensor) -> None:
 
 
 def _run(
-    plan: AttentionPlan, call: Call, tensors: tuple[Tensor, ...], sink_H: Tensor | None
+    plan: AttentionPlan, call: Step, tensors: tuple[Tensor, ...], sink_H: Tensor | None
 ) -> None:
     """`tensors`: queries, keys, values, out and lse of a call."""
     arguments = forward_arguments(plan, call, sink_H)
@@ -386,7 +377,7 @@ def _run(
     call.kernels.combine(*joined, call.lengths[0], None, None, None, None)
 
 
-def forward_arguments(plan: AttentionPlan, call: Call, sink_H: Tensor | None) -> tuple[Any, ...]:
+def forward_arguments(plan: AttentionPlan, call: Step, sink_H: Tensor | None) -> tuple[Any, ...]:
     """Of a compiled kernel after its tensors, as `attention.fa4.RELEASE` has them."""
     site = plan.shape.site
     cu_q, cu_kv, kv_lens, table = call.lengths

@@ -24,6 +24,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from vitrail.attention.backend import UNSCALED, Attended, AttentionBackend
+from vitrail.attention.call import Call
 from vitrail.attention.metadata import PagedMetadata, VarlenMetadata, gather_slots
 from vitrail.attention.plan import AttentionPlan
 from vitrail.attention.shape import AttentionSite
@@ -51,16 +52,8 @@ class Reference(AttentionBackend):
     """Packed keys sequence by sequence: they are contiguous, so nothing is gathered or padded.
     Paged ones by spans of sequences; each block of keys is gathered once, by slot."""
 
-    def attend(
-        self,
-        plan: AttentionPlan,
-        q_THD: Tensor,
-        k: Tensor,
-        v: Tensor,
-        meta: VarlenMetadata | PagedMetadata,
-        sink_H: Tensor | None,
-        scales: KvScales,
-    ) -> Attended:
+    def attend(self, call: Call) -> Attended:
+        plan, q_THD, k, v, meta, sink_H, scales = call
         _check(plan, q_THD, meta, sink_H)
         result = _blank(plan, q_THD, sink_H)
         if isinstance(meta, PagedMetadata):

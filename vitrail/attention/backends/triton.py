@@ -17,7 +17,7 @@ from torch import Tensor
 from triton import KernelInterface
 
 from vitrail.attention.backend import Attended, AttentionBackend, Sent
-from vitrail.attention.call import WIDE_BYTES, check_lengths, check_tensors, is_wide
+from vitrail.attention.call import WIDE_BYTES, Call, check_lengths, check_tensors, is_wide
 from vitrail.attention.kernels.attend import attend
 from vitrail.attention.kernels.combine import combine
 from vitrail.attention.metadata import PagedMetadata, VarlenMetadata, Work, lengths_of
@@ -175,17 +175,9 @@ class Triton(AttentionBackend):
         """Records."""
         return pack_records(plan, lengths)
 
-    def attend(
-        self,
-        plan: AttentionPlan,
-        q_THD: Tensor,
-        k: Tensor,
-        v: Tensor,
-        meta: VarlenMetadata | PagedMetadata,
-        sink_H: Tensor | None,
-        scales: KvScales,
-    ) -> Attended:
-        check_tensors(plan, q_THD, k, v, sink_H)
+    def attend(self, call: Call) -> Attended:
+        plan, q_THD, k, v, meta, sink_H, scales = call
+        check_tensors(call)
         work = meta.work.get(plan, lambda: prepare(plan, meta, q_THD.device))
         made, site = results(plan, q_THD, meta, work), plan.shape.site
         if not len(work.items):
