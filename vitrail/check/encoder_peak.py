@@ -131,7 +131,8 @@ def _step(vision: VisionConfig, text_hidden: int, size: int, step: list[Part], f
         case MoonVitConfig():
             rotary = patches * 4 * vision.head_dim
             tower = rotary + patches * _block(vision, size, True, fused)
-            projector = _merge(vision, text_hidden, size, patches)
+            # `MergeProjector`, of whole pictures
+            projector = patches * 5 * vision.hidden_size * size
         case SiglipConfig():
             earlier = sum(part.first for part in step) * vision.tile**2
             tower = patches * _block(vision, size, False, fused)
@@ -155,12 +156,6 @@ def _block(vision: VisionConfig, size: int, rotated: bool, fused: bool) -> int:
     rotating = 9 * hidden + 12 * vision.hidden_size if rotated else 0
     mlp = max(5 * hidden + 2 * inner, 6 * hidden + inner)
     return embedded * hidden + max(rotating, attention, mlp)
-
-
-def _merge(vision: MoonVitConfig, text_hidden: int, size: int, patches: int) -> int:
-    """`MergeProjector`: whole pictures."""
-    row = vision.hidden_size * size
-    return patches * 5 * row
 
 
 def _tiles(vision: SiglipConfig, text_hidden: int, size: int, step: list[Part]) -> int:

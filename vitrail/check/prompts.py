@@ -7,7 +7,7 @@ from typing import NamedTuple
 from vitrail.check.report import Fact, Row
 from vitrail.check.sizes import Sizes, masked_ids
 from vitrail.check.subject import Subject
-from vitrail.config.engine import EngineConfig, plan_frames
+from vitrail.config.engine import plan_frames
 from vitrail.config.finding import Finding, Refused
 from vitrail.config.model import ModelConfig
 from vitrail.models.assets import image_literal, vocabulary_findings
@@ -236,7 +236,7 @@ def _no_tokenizer() -> Finding:
     )
 
 
-def tokenizer_row(config: ModelConfig, choices: EngineConfig, read: Read) -> Row:
+def tokenizer_row(config: ModelConfig, read: Read) -> Row:
     """Ids inside the vocabulary, the image token out of reach, text that comes back."""
     tokenizer, vocab = read.tokenizer, config.text.vocab_size
     findings = _eos_findings(config)

@@ -57,12 +57,12 @@ def cut_parameters(
     return problems.findings() or made
 
 
-def legal_sizes(cut: Mapping[str, Piece], most: int = MAX_LISTED_SIZE) -> list[int]:
+def legal_sizes(cut: Mapping[str, Piece]) -> list[int]:
     """Sizes of the axis, from 1 on, that divide every parameter."""
     kinds = {(piece.rule, piece.shape, piece.parts) for piece in cut.values()}
     return [
         size
-        for size in range(SINGLE.size, most + 1)
+        for size in range(SINGLE.size, MAX_LISTED_SIZE + 1)
         if all(
             isinstance(rule.cut("", shape, parts, Layout(rank=0, size=size)), Cut)
             for rule, shape, parts in kinds

@@ -26,7 +26,6 @@ from vitrail.attention.records import (
     COMBINE_FIELDS,
     COMBINE_SPLITS,
     Lengths,
-    padded,
     records_of,
 )
 from vitrail.attention.shape import PAGED, Phase
@@ -223,19 +222,13 @@ def pack_records(plan: AttentionPlan, lengths: Lengths) -> Sent:
 
 
 def prepare(
-    plan: AttentionPlan,
-    meta: VarlenMetadata | PagedMetadata,
-    device: torch.device,
-    room: tuple[int, int] | None = None,
+    plan: AttentionPlan, meta: VarlenMetadata | PagedMetadata, device: torch.device
 ) -> Work:
-    """The records of a batch, on the device by one copy that waits for nothing. `room`: as many
-    items and combines, the rest of them empty, for a graph that other batches use as well."""
+    """The records of a batch, on the device by one copy that waits for nothing."""
     check_lengths(plan, meta)
     if isinstance(meta, VarlenMetadata) and meta.longest:
         return _any_work(plan, meta.cu_q, sum(meta.q_lens))
     records = records_of(plan, lengths_of(meta))
-    if room is not None:
-        records = padded(records, *room)
     flat = torch.cat(
         [torch.from_numpy(records.items).flatten(), torch.from_numpy(records.combines).flatten()]
     )
@@ -245,7 +238,7 @@ def prepare(
     return Work(
         items=flat[:split].view(records.items.shape),
         combines=flat[split:].view(-1, COMBINE_FIELDS),
-        slots=records.slots if room is None else room[0],
+        slots=records.slots,
     )
 
 
