@@ -30,8 +30,9 @@ from toy_vlm import (
     toy,
 )
 
+from tests.weights import write
 from vitrail.config.finding import Refused
-from vitrail.weights import load, plan, write
+from vitrail.weights import load, plan
 from vitrail.weights.mapping import Copy, Fuse, WeightMap
 from vitrail.weights.sharding import Layout, Segment, Shard
 

@@ -16,9 +16,11 @@ from vitrail.weights.mapping import (
     Flatten,
     Fuse,
     Ignore,
+    Piece,
+    Source,
     Tie,
-    Transpose,
     WeightMap,
+    whole,
 )
 from vitrail.weights.sharding import SINGLE, Layout, Segment, Shard
 
@@ -26,6 +28,14 @@ LAYERS, BLOCKS, EXPERTS = 2, 5, 3
 VOCAB, HIDDEN, INTER = 40, 12, 8
 HEADS, KV_HEADS, QK, V = 4, 2, 3, 5  # heads; rows of a q or k head, of a v head
 VISION = 7
+
+
+class Transpose(Copy):
+    """A tensor whose elements lie in another order than the parameter's: its dims swapped."""
+
+    def sources(self, shape: tuple[int, ...]) -> tuple[Source, ...]:
+        stored = shape[::-1]
+        return (Source(self.checkpoint, stored, (Piece(whole(stored), whole(shape), (1, 0)),)),)
 
 
 class Layer(nn.Module):

@@ -72,19 +72,6 @@ class Copy(_OneToOne):
         return (Source(self.checkpoint, shape, (piece,)),)
 
 
-@dataclass(frozen=True, slots=True)
-class Transpose(_OneToOne):
-    """The tensor with its two last dims swapped is the parameter."""
-
-    def sources(self, shape: Shape) -> tuple[Source, ...]:
-        assert len(shape) >= 2, f"{self.parameter}: {list(shape)} has no two dims to swap"
-        *lead, a, b = range(len(shape))
-        axes = (*lead, b, a)
-        stored = tuple(shape[axis] for axis in axes)
-        piece = Piece(whole(stored), whole(shape), axes)
-        return (Source(self.checkpoint, stored, (piece,)),)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Flatten(_OneToOne):
     """A convolution over whole patches as a linear layer: the tensor [out, *inner] in row-major
@@ -213,7 +200,7 @@ class Experts(_ManyToOne):
         return with_interval(row, self.dim + 1, part)
 
 
-Row = Copy | Transpose | Flatten | Fuse | Experts
+Row = Copy | Flatten | Fuse | Experts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
