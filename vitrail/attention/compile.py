@@ -30,15 +30,21 @@ def triton_launches(plan: AttentionPlan) -> tuple[Launch, ...]:
 
 def take(launch: Launch, cc: int) -> Taken:
     """Compile one kernel (or find it compiled) and read what it takes."""
-    compiled = compile_launch(launch, cc)
+    name = launch.kernel.fn.__name__  # pyright: ignore[reportAttributeAccessIssue]
+    return taken(name, compile_launch(launch, cc), cc)
+
+
+def taken(name: str, compiled: CompiledKernel, cc: int) -> Taken:
+    """What a kernel that Triton compiled takes."""
     registers, stack_bytes = read_cubin(compiled.asm["cubin"])
     return Taken(
-        kernel=launch.kernel.fn.__name__,  # pyright: ignore[reportAttributeAccessIssue]
+        kernel=name,
         cc=cc,
-        num_warps=launch.num_warps,
+        num_warps=compiled.metadata.num_warps,
         registers=registers,
         stack_bytes=stack_bytes,
         smem_bytes=compiled.metadata.shared,
+        tmem_columns=compiled.metadata._asdict().get("tmem_size") or 0,
     )
 
 

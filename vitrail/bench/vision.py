@@ -16,11 +16,11 @@ from vitrail.bench.record import Spread, spread
 from vitrail.bench.workload import parse_size
 from vitrail.config.engine import EngineConfig
 from vitrail.config.finding import Finding, Refused
+from vitrail.config.model import CHANNELS
 from vitrail.engine.step import EncodeJob
 from vitrail.engine.tower_alone import Tower, build_tower
 from vitrail.models.assets import load_assets
 from vitrail.models.checkpoint import open_checkpoint
-from vitrail.vision.moonvit import CHANNELS
 from vitrail.vision.preprocess import ImageGrid, ImageProcessor
 
 WARM_UP = 3

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from blake3 import blake3
 
-from vitrail.attention.cubin import SPILL_BYTES, Taken, hold, read_cubin
+from vitrail.attention.cubin import SPILL_BYTES, Taken, hold
 from vitrail.attention.installed import release
 from vitrail.attention.plan import AttentionPlan
 from vitrail.check.report import gib
@@ -218,19 +218,10 @@ def prove_steps(launches: Sequence[Recorded], gpu: Hardware, cache: Path = CACHE
 
 def _job(special: "Special", gpu: Hardware) -> Job:
     def take() -> list[Taken]:
-        made = special.compile(gpu.cc)
-        registers, stack_bytes = read_cubin(made.asm["cubin"])
-        return [
-            Taken(
-                kernel=special.name.removeprefix("vitrail.ops."),
-                cc=gpu.cc,
-                num_warps=made.metadata.num_warps,
-                registers=registers,
-                stack_bytes=stack_bytes,
-                smem_bytes=made.metadata.shared,
-                tmem_columns=made.metadata._asdict().get("tmem_size") or 0,
-            )
-        ]
+        from vitrail.attention.compile import taken
+
+        name = special.name.removeprefix("vitrail.ops.")
+        return [taken(name, special.compile(gpu.cc), gpu.cc)]
 
     return Job(
         name=f"{special.name} {special.facts}",

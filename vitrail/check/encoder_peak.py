@@ -20,6 +20,7 @@ beside its gelu, and fp32 copies of what is rotated. A test counts these, byte f
 from typing import NamedTuple
 
 from vitrail.config.model import (
+    CHANNELS,
     ITEM_BYTES,
     DType,
     MoonVitConfig,
@@ -28,7 +29,6 @@ from vitrail.config.model import (
     VisionConfig,
 )
 
-CHANNELS = 3
 # A picture of all scales where no processor says how large one can be: NVILA's 12 tiles.
 DEFAULT_BLOCK_TILES = 12
 

@@ -15,14 +15,12 @@ from torch import Tensor, nn
 
 from vitrail.attention.plan import PlanTable
 from vitrail.attention.shape import AttentionSite, Phase
-from vitrail.config.model import MoonVitConfig
+from vitrail.config.model import CHANNELS, MoonVitConfig
 from vitrail.ops.dispatch import select_vision
 from vitrail.ops.vision.naive import Grids
 from vitrail.vision.attention import RotaryTable, prepare_vision_attention_metadata
 from vitrail.vision.encoder import Encoder, encoder_shape, tower_site
 from vitrail.vision.linear import TowerLinear
-
-CHANNELS = 3
 
 
 class MoonVit(nn.Module):

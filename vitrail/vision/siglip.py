@@ -16,12 +16,11 @@ from torch import Tensor, nn
 
 from vitrail.attention.plan import PlanTable
 from vitrail.attention.shape import AttentionSite, Phase
-from vitrail.config.model import SiglipConfig
+from vitrail.config.model import CHANNELS, SiglipConfig
 from vitrail.ops.vision.naive import Grids, normalise
 from vitrail.vision.attention import prepare_vision_attention_metadata
 from vitrail.vision.encoder import EncoderBlock, Residual, encoder_shape, tower_site
 from vitrail.vision.linear import TowerLinear
-from vitrail.vision.moonvit import CHANNELS
 
 
 class Siglip(nn.Module):

@@ -15,7 +15,7 @@ from vitrail.attention.plan import PlanTable
 from vitrail.attention.shape import AttentionSite, Phase
 from vitrail.cache.spec import LayerSpec
 from vitrail.config.finding import Finding
-from vitrail.config.model import DType, ModelConfig, MoonVitConfig
+from vitrail.config.model import CHANNELS, DType, ModelConfig, MoonVitConfig
 from vitrail.config.reader import Keys
 from vitrail.layers.attention import MlaForms
 from vitrail.layers.context import ForwardContext
@@ -35,7 +35,7 @@ from vitrail.models.reading import (
 )
 from vitrail.models.rows import linear_rows, norm_rows
 from vitrail.ops.vision.naive import Grids
-from vitrail.vision.moonvit import CHANNELS, MoonVit
+from vitrail.vision.moonvit import MoonVit
 from vitrail.vision.projector import MergeProjector
 from vitrail.weights.mapping import Alias, Copy, Flatten, Row, WeightMap
 from vitrail.weights.sharding import Segment, Shard

@@ -16,7 +16,7 @@ from vitrail.attention.plan import PlanTable
 from vitrail.attention.shape import AttentionSite, Phase
 from vitrail.cache.spec import LayerSpec
 from vitrail.config.finding import Finding
-from vitrail.config.model import DType, ModelConfig, SiglipConfig
+from vitrail.config.model import CHANNELS, DType, ModelConfig, SiglipConfig
 from vitrail.config.reader import Keys
 from vitrail.layers.context import ForwardContext
 from vitrail.layers.decoder import DenseForCausalLM
@@ -38,7 +38,6 @@ from vitrail.models.reading import (
 )
 from vitrail.models.rows import linear_rows, norm_rows
 from vitrail.ops.vision.naive import Grids
-from vitrail.vision.moonvit import CHANNELS
 from vitrail.vision.siglip import Siglip
 from vitrail.vision.tiles import TileProjector
 from vitrail.weights.mapping import Alias, Copy, Flatten, Fuse, Ignore, Row, WeightMap
