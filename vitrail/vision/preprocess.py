@@ -22,6 +22,8 @@ from vitrail.vision.image import DecodedImage
 Pixels = UInt8[np.ndarray, "height width 3"]
 NewPixels = UInt8[np.ndarray, "new_height new_width 3"]
 Patches = UInt8[np.ndarray, "patches features"] | Float32[np.ndarray, "patches features"]
+# Mean and deviation of each channel that towers normalise by (`ops.vision.naive.normalise`).
+HALVES = [0.5, 0.5, 0.5]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,14 +57,6 @@ class Separators:
 
     end: str = ""
     text: str = ""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Normalisation:
-    """Per channel, on samples scaled to 0..1: (x - mean) / std."""
-
-    mean: tuple[float, float, float]
-    std: tuple[float, float, float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
