@@ -8,7 +8,7 @@ from torch import Tensor
 from vitrail.ops.launch import launch_early, may_start_early
 from vitrail.ops.linear.table import Way, way
 from vitrail.ops.linear.triton import rows_kernel
-from vitrail.ops.norm.triton import add_rms_norm, rms_norm
+from vitrail.ops.norm.triton import add_rms_norm
 
 
 def linear(x_TK: Tensor, weight_OK: Tensor, bias_O: Tensor | None) -> Tensor:
@@ -36,10 +36,7 @@ def add_norm_linear(
     chosen = _way(x_TK, weight_OK, normed=True)
     if chosen is not None:
         return norm_product(chosen, x_TK, residual_TK, norm_K, eps, weight_OK)
-    if residual_TK is None:
-        normed_TK, total_TK = rms_norm(x_TK, norm_K, eps), x_TK
-    else:
-        normed_TK, total_TK = add_rms_norm(x_TK, residual_TK, norm_K, eps)
+    normed_TK, total_TK = add_rms_norm(x_TK, residual_TK, norm_K, eps)
     return linear(normed_TK, weight_OK, None), total_TK
 
 
