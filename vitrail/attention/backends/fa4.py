@@ -240,10 +240,10 @@ class Fa4(AttentionBackend):
         for rows in work.blank:
             out_THE[rows] = 0
             lse_HT[:, rows] = -torch.inf if sink_H is None else sink_H[:, None]
-        for step in work.calls:
-            rows, keys = step.rows, step.keys
+        for one in work.calls:
+            rows, keys = one.rows, one.keys
             tensors = (q_THD[rows], k[keys], v[keys], out_THE[rows], lse_HT[:, rows])
-            _run(plan, step, tensors, sink_H)
+            _run(plan, one, tensors, sink_H)
         return Attended(out_THE, lse_HT.t())
 
 
@@ -251,7 +251,7 @@ BACKEND: AttentionBackend = Fa4()
 WHOLE = slice(None)
 
 
-class Step(NamedTuple):
+class KernelCall(NamedTuple):
     """A launch for packed queries `rows` and (packed) keys `keys` or all pages. `lengths`: prefix
     sums of queries and (packed) of keys, (paged) lengths of keys and table."""
 
@@ -266,7 +266,7 @@ class Prepared(NamedTuple):
     """A batch's calls, made once for all layers, and packed rows that see no key. `num_tokens`
     queries, `num_keys` packed keys (0 where they are paged)."""
 
-    calls: tuple[Step, ...]
+    calls: tuple[KernelCall, ...]
     blank: tuple[slice, ...]
     num_tokens: int
     num_keys: int
@@ -287,13 +287,13 @@ def pack_calls(plan: AttentionPlan, lengths: Lengths) -> Sent:
 
     def place(meta: VarlenMetadata, tensors: Sequence[Tensor]) -> Prepared:
         check_lengths(plan, meta)
-        calls, sums = list[Step](), iter(tensors)
+        calls, sums = list[KernelCall](), iter(tensors)
         for part in made.parts:
             mine = (part.q_lens, part.kv_lens) == whole
             cu_q, cu_kv = (meta.cu_q, meta.cu_kv) if mine else next(sums)
             kernels = kernels_of(launch_of(plan, part.causal))
             lengths = (cu_q, cu_kv, None, None)
-            calls.append(Step(kernels, part.rows, part.keys, part.causal, lengths))
+            calls.append(KernelCall(kernels, part.rows, part.keys, part.causal, lengths))
         return Prepared(tuple(calls), made.blank, sum(meta.q_lens), sum(meta.kv_lens))
 
     return Sent(arrays, place)
@@ -309,7 +309,7 @@ def _paged_call(plan: AttentionPlan, meta: PagedMetadata) -> Prepared:
         assert q_len <= kv_len, f"{q_len} queries are the last of {kv_len} keys"
     lengths = (meta.cu_q, None, meta.kv_lens_dev, meta.block_table)
     causal = plan.shape.site.causal
-    call = Step(kernels_of(launch_of(plan, causal)), WHOLE, WHOLE, causal, lengths)
+    call = KernelCall(kernels_of(launch_of(plan, causal)), WHOLE, WHOLE, causal, lengths)
     return Prepared((call,), (), num_tokens, 0)
 
 
@@ -360,7 +360,7 @@ def _mend(plan: AttentionPlan, k_SKD: Tensor, v_SKE: Tensor) -> None:
 
 
 def _run(
-    plan: AttentionPlan, call: Step, tensors: tuple[Tensor, ...], sink_H: Tensor | None
+    plan: AttentionPlan, call: KernelCall, tensors: tuple[Tensor, ...], sink_H: Tensor | None
 ) -> None:
     """`tensors`: queries, keys, values, out and lse of a call."""
     arguments = forward_arguments(plan, call, sink_H)
@@ -377,7 +377,9 @@ def _run(
     call.kernels.combine(*joined, call.lengths[0], None, None, None, None)
 
 
-def forward_arguments(plan: AttentionPlan, call: Step, sink_H: Tensor | None) -> tuple[Any, ...]:
+def forward_arguments(
+    plan: AttentionPlan, call: KernelCall, sink_H: Tensor | None
+) -> tuple[Any, ...]:
     """Of a compiled kernel after its tensors, as `attention.fa4.RELEASE` has them."""
     site = plan.shape.site
     cu_q, cu_kv, kv_lens, table = call.lengths
