@@ -31,10 +31,11 @@ class Detokenizer:
 
 
 class Stopped(NamedTuple):
-    """What `StopChecker.push` found. `text`: safe to emit now; `stop`: the stop string that was
-    met."""
+    """What `StopChecker.push` found. `text`: safe to emit now. `stopped_at`: characters of the
+    whole text that are kept, once a stop string was met; `stop`: that string."""
 
     text: str
+    stopped_at: int | None
     stop: str | None
 
 
@@ -55,13 +56,15 @@ class StopChecker:
         self._include_stop = include_stop
         self._state = 0
         self._held = ""
+        self._seen = 0
         self._is_stopped = False
 
     def push(self, text: str) -> Stopped:
         """Add a delta. Nothing may be pushed after a stop string was met."""
         assert not self._is_stopped, "text after the stop string"
         if self._state == 0 and self._first.isdisjoint(text):
-            return Stopped(text, None)
+            self._seen += len(text)
+            return Stopped(text, None, None)
         state = self._state
         for i, char in enumerate(text, start=1):
             while state and char not in self._next[state]:
@@ -73,7 +76,8 @@ class StopChecker:
         whole = self._held + text
         keep = len(whole) - self._depth[state]
         self._state, self._held = state, whole[keep:]
-        return Stopped(whole[:keep], None)
+        self._seen += len(text)
+        return Stopped(whole[:keep], None, None)
 
     def finish(self) -> str:
         """What was held back, once no more text comes. Call once, last."""
@@ -84,7 +88,8 @@ class StopChecker:
         dropped = 0 if self._include_stop else len(stop)
         whole = self._held + text
         self._held, self._is_stopped = "", True
-        return Stopped(whole[: len(whole) - dropped], stop)
+        self._seen += len(text)
+        return Stopped(whole[: len(whole) - dropped], self._seen - dropped, stop)
 
 
 @lru_cache(maxsize=64)  # read only once built; the choices of a request share it
