@@ -46,6 +46,8 @@ _COLUMNS |= {32: SmemLayoutAtomKind.MN_SW64, 64: SmemLayoutAtomKind.MN_SW128}
 class DecodeSm90:
     """The kernel of one `Spec`."""
 
+    early_keys = False  # bench only
+
     def __init__(self, spec: Spec):
         self.spec = spec
         self.dtype = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16}[spec.half]
@@ -211,7 +213,12 @@ class DecodeSm90:
         cute.arch.sync_threads()
         # What was launched before may still write what is read from here on; what comes after may
         # be launched as soon as every program runs, and waits itself.
-        cute.arch.griddepcontrol_wait()
+        early = const_expr(self.early_keys and spec.single and spec.bulk and spec.groups == 1)
+        if const_expr(early):
+            if warp < 4 * spec.groups:
+                cute.arch.griddepcontrol_wait()
+        else:
+            cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
         s_q = storage.q.get_tensor(q_layout.outer, swizzle=q_layout.inner)
         s_k = storage.k.get_tensor(k_layout.outer, swizzle=k_layout.inner)
@@ -251,7 +258,7 @@ class DecodeSm90:
                     elif warp == 4 * spec.groups:
                         self._load_boxes(
                             mTable, base, kv_head, atom_k, tma_k, atom_v, tma_v, storage, start,
-                            hi, count, done,
+                            hi, count, done, mItems[item, 3], early,
                         )  # fmt: skip
                     done += count
 
@@ -271,22 +278,28 @@ class DecodeSm90:
         q_row, row, rows = mItems[item, 0], mItems[item, 1], mItems[item, 2]
         pieces = const_expr(spec.dim // 8)
         threads = const_expr(spec.groups * WARPGROUP)
-        for i in cutlass.range_constexpr(cute.ceil_div(spec.tile_m * pieces, threads)):
+        passes = const_expr(cute.ceil_div(spec.tile_m * pieces, threads))
+        # All are on their way before the first is stored: one round trip, not one a pass.
+        held = cute.make_rmem_tensor((8, passes), self.dtype)
+        for i in cutlass.range_constexpr(passes):
+            piece = cutlass.min(i * threads + thread, spec.tile_m * pieces - 1)
+            flat = cutlass.min(row + piece // pieces, rows - 1)
+            query, head = flat // group, kv_head * group + flat % group
+            source = self._piece(
+                mQ,
+                Int64(q_row + query) * mQ.stride[0]
+                + Int64(head) * mQ.stride[1]
+                + Int64(piece % pieces * 8),
+            )
+            cute.autovec_copy(source, held[None, i])
+        for i in cutlass.range_constexpr(passes):
             piece = i * threads + thread
             if piece < spec.tile_m * pieces:
                 n, c = piece // pieces, piece % pieces
                 offset = (c // 8) * (spec.tile_m * BLOCK) + n * BLOCK + ((c % 8) ^ (n % 8)) * 8
                 target = cute.make_tensor((s_q + offset).align(16), cute.make_layout(8))
-                flat = row + n
-                if flat < rows:
-                    query, head = flat // group, kv_head * group + flat % group
-                    source = self._piece(
-                        mQ,
-                        Int64(q_row + query) * mQ.stride[0]
-                        + Int64(head) * mQ.stride[1]
-                        + Int64(c * 8),
-                    )
-                    cute.autovec_copy(source, target)
+                if row + n < rows:
+                    cute.autovec_copy(held[None, i], target)
                 else:
                     target.fill(self.dtype(0.0))
 
@@ -300,8 +313,9 @@ class DecodeSm90:
 
     @cute.jit
     def _load_boxes(
-        self, mTable, base, kv_head, atom_k, tma_k, atom_v, tma_v, storage, start, hi, count, done
-    ):
+        self, mTable, base, kv_head, atom_k, tma_k, atom_v, tma_v, storage, start, hi, count, done,
+        q_pos, early: cutlass.Constexpr[bool],
+    ):  # fmt: skip
         """One warp: each lane looks one box's page up, for 32 boxes at a time. The wide tiles of
         latents go first, as there are more of them."""
         spec = self.spec
@@ -317,6 +331,9 @@ class DecodeSm90:
                 key = cutlass.min(start + (first + lane) * box, hi - 1)
                 page = mTable[base, key // spec.page]
             n0 = start + i * KEYS
+            if const_expr(early):  # noqa: SIM102
+                if n0 + KEYS > q_pos:
+                    cute.arch.griddepcontrol_wait()  # the newest key may still be written
             live = cutlass.min(cute.ceil_div(hi - n0, box), boxes)
             at = (done + i, first, n0, live, page)
             if const_expr(spec.latent):

@@ -15,6 +15,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from vitrail.config.hardware import Hardware
 from vitrail.ops.launch import launch
 from vitrail.ops.moe import triton as kernels
+from vitrail.ops.moe.alone import moe_down_alone, moe_up_alone
 from vitrail.ops.moe.naive import Routing
 from vitrail.ops.moe.plan import (
     SORT_ALONE,
@@ -67,6 +68,8 @@ def triton_mixture(
     shape = ExpertsShape(hidden, inner, experts, choice.top_k + choice.num_shared)
     plan = fixed_plan(shape, gpu) if fixed else experts_plan(len(x_TM), shape, gpu)
     routing, placed = triton_route(x_TM, router_VM, bias_V, choice, plan)
+    if plan.alone is not None and len(x_TM) == 1:
+        return alone(x_TM, routing, gate_up_XFM, down_XMI, choice.num_shared, plan)
     return triton_experts(x_TM, routing, gate_up_XFM, down_XMI, plan, placed)
 
 
@@ -182,6 +185,64 @@ def triton_experts(
     act_RI = run_up(x_TM, gate_up_XFM, ids_TK, placed, plan)
     part_SM = run_down(act_RI, down_XMI, ids_TK, placed, plan.down, plan)
     return join(part_SM, routing, experts, plan)
+
+
+def alone(
+    x_1M: Float[Tensor, "1 M"],
+    routing: Routing,
+    gate_up_XFM: Float[Tensor, "X F M"],
+    down_XMI: Float[Tensor, "X M I"],
+    num_shared: int,
+    plan: ExpertsPlan,
+) -> Float[Tensor, "1 M"]:
+    """As `triton_experts` of one token, whose last `num_shared` choices are the last experts."""
+    assert plan.alone is not None, plan
+    (experts, hidden, inner), rows = down_XMI.shape, plan.alone
+    ids_1K = routing.expert_ids
+    slots, early = ids_1K.numel(), _early(plan.early)
+    act_KI = x_1M.new_empty((slots, inner))
+    _run(
+        moe_up_alone,
+        (slots * -(-inner // rows.up),),
+        x_1M,
+        gate_up_XFM,
+        act_KI,
+        ids_1K,
+        experts,
+        M=hidden,
+        INNER=inner,
+        K=slots,
+        SHARED=num_shared,
+        ROWS=rows.up,
+        **_blocks(hidden),
+        num_warps=rows.up_warps,
+        **early,
+    )
+    part_KM = x_1M.new_empty((slots, hidden))
+    _run(
+        moe_down_alone,
+        (slots * -(-hidden // rows.down),),
+        act_KI,
+        down_XMI,
+        part_KM,
+        ids_1K,
+        experts,
+        M=hidden,
+        INNER=inner,
+        K=slots,
+        ROWS=rows.down,
+        **_blocks(inner),
+        num_warps=rows.down_warps,
+        **early,
+    )
+    return join(part_KM, routing, experts, plan)
+
+
+def _blocks(channels: int) -> dict[str, int]:
+    """Channels as a power of two and what is left of them, rounded up to one."""
+    block = 1 << (channels.bit_length() - 1)
+    rest = channels - block
+    return {"BLOCK": block, "REST": power_of_2(rest) if rest else 0}
 
 
 def place(expert_ids: Int[Tensor, "T K"], num_experts: int, plan: ExpertsPlan) -> Placed:
@@ -348,6 +409,7 @@ def _options(tile: Tile, plan: ExpertsPlan, placed: Placed, top_k: int) -> dict[
         "SWAP": tile.swap,
         "DIRECT": placed.direct,
         "HALVES": tile.halves and not placed.direct,
+        "BACKWARD": tile.backward,
         "num_warps": tile.warps,
         "num_stages": tile.stages,
         **_early(plan.early),

@@ -338,15 +338,17 @@ def moe_up(
     M: tl.constexpr, INNER: tl.constexpr, K: tl.constexpr, KP: tl.constexpr,
     BT: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     SWAP: tl.constexpr, PAIRED: tl.constexpr, DIRECT: tl.constexpr, HALVES: tl.constexpr,
-    EARLY: tl.constexpr,
+    BACKWARD: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """x [T, M] to act [blocks * BT, I]; `gate_up` is a descriptor of [BN, BK] boxes (PAIRED: of
     [1, 2, BN, BK] boxes of [X, 2, I, M]). Programs are numbered by block, then by channels. HALVES:
-    a block that is at most half full takes half a tile."""
+    a block that is at most half full takes half a tile. BACKWARD: the last block first."""
     _begin(EARLY)
     tiles: tl.constexpr = (INNER + BN - 1) // BN
     HALF: tl.constexpr = BT // 2
     block = tl.program_id(0) // tiles
+    if BACKWARD:
+        block = max_blocks - 1 - block
     tile = tl.program_id(0) % tiles
     expert, slot, first, live = _owner(rows, blocks, ids, block, tokens, slots, num_experts,
                                 K, KP, BT, DIRECT)  # fmt: skip
@@ -371,7 +373,7 @@ def moe_down(
     M: tl.constexpr, INNER: tl.constexpr, K: tl.constexpr, KP: tl.constexpr,
     BT: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     SWAP: tl.constexpr, SORTED: tl.constexpr, PROGRAMS: tl.constexpr, FLAT: tl.constexpr,
-    DIRECT: tl.constexpr, HALVES: tl.constexpr, EARLY: tl.constexpr,
+    DIRECT: tl.constexpr, HALVES: tl.constexpr, BACKWARD: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """As `moe_up`, from act [blocks * BT, I] to part [S, M]. SORTED: `act` and `act_half` are
     descriptors of whole and half blocks of rows. PROGRAMS 0: one tile a program, else so many
@@ -381,6 +383,8 @@ def moe_down(
     HALF: tl.constexpr = BT // 2
     if PROGRAMS == 0:
         block = tl.program_id(0) // tiles
+        if BACKWARD:
+            block = max_blocks - 1 - block
         tile = tl.program_id(0) % tiles
         expert, slot, first, live = _owner(rows, blocks, ids, block, tokens, slots, num_experts,
                                     K, KP, BT, DIRECT)  # fmt: skip
