@@ -5,7 +5,7 @@ table. Bench only: what pays is kept, and this file goes.
 
 Latent attention: queries piece by piece (as it was), at once, and with older keys before the wait.
 Experts of one token: tiles, rows in registers. 256 tokens: blocks first to last, last to first.
-Nine layers of both."""
+The choice by ints or floats. Nine layers of all."""
 
 import argparse
 import time
@@ -17,6 +17,8 @@ from typing import NamedTuple
 
 import cutlass
 import torch
+import triton
+import triton.language as tl
 from cutlass import Int64, const_expr, cute
 
 from bench import decode_step, moe
@@ -37,7 +39,9 @@ from vitrail.models.deepseek_v3 import DeepseekV3ForCausalLM
 from vitrail.ops.dispatch import gpu_of
 from vitrail.ops.moe import fused
 from vitrail.ops.moe import plan as moe_plan
+from vitrail.ops.moe import triton as kernels
 from vitrail.ops.moe.tile import Alone, ExpertsPlan
+from vitrail.ops.moe.triton import SIZES, _begin
 
 DEVICE = torch.device("cuda")
 
@@ -76,6 +80,54 @@ class EarlyKeys(DecodeSm90):
     early_keys = True
 
 
+@triton.jit(do_not_specialize=SIZES)
+def moe_choose_before(
+    ids, weights, rows, counts, part, bias, tokens, num_experts, cap, scaling,
+    SPANS: tl.constexpr, ROUTED: tl.constexpr, SHARED: tl.constexpr, NORMALIZE: tl.constexpr,
+    XP: tl.constexpr, KP: tl.constexpr, PLACE: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """For the program's token the ROUTED best of sigmoid(logits) + bias, the first of equals, then
+    SHARED experts (they follow the routed ones) with weight 1. A score that is no number ranks
+    last, and makes the weights what it is. PLACE: also takes a row of each expert."""
+    K: tl.constexpr = ROUTED + SHARED
+    x = tl.arange(0, XP)
+    k = tl.arange(0, KP)
+    t = tl.program_id(0)
+    known = x < num_experts
+    extra = tl.load(bias + x, mask=known, other=0.0)
+    _begin(EARLY)
+    logits = tl.zeros([XP], tl.float32)
+    for j in tl.static_range(SPANS):
+        at = part + (j * tokens + t).to(tl.int64) * num_experts + x
+        logits += tl.load(at, mask=known, other=0.0)
+    scores = 1.0 / (1.0 + tl.exp(-logits))
+    ranked = tl.where(scores == scores, scores + extra, -1e30)
+    ranked = tl.where(known, ranked, float("-inf"))
+    total = 0.0
+    chosen = tl.where(k < ROUTED, 0, num_experts + k - ROUTED)
+    weight = tl.where(k < ROUTED, 0.0, 1.0)
+    for i in tl.static_range(ROUTED):
+        best = tl.argmax(ranked, 0)
+        value = tl.sum(tl.where(x == best, scores, 0.0), 0)
+        ranked = tl.where(x == best, float("-inf"), ranked)
+        total += value
+        chosen = tl.where(k == i, best, chosen)
+        weight = tl.where(k == i, value, weight)
+    factor = scaling
+    if NORMALIZE:
+        factor = scaling / (total + 1e-20)
+    weight = tl.where(k < ROUTED, weight * factor, weight)
+    tl.store(ids + t.to(tl.int64) * K + k, chosen, mask=k < K)
+    tl.store(weights + t.to(tl.int64) * K + k, weight, mask=k < K)
+    if PLACE:
+        taken = tl.atomic_add(counts + chosen, 1, mask=k < ROUTED, sem="relaxed")
+        row = chosen * cap + tl.where(k < ROUTED, taken, t)
+        tl.store(rows + row, t * K + k, mask=k < K)
+        if t == 0:
+            tl.store(counts + chosen, tokens + k * 0, mask=(k >= ROUTED) & (k < K))
+
+
+CHOOSE = {"before": moe_choose_before, "now": kernels.moe_choose}
 ATTENTION = {"before": Before, "at once": DecodeSm90, "early keys": EarlyKeys}
 _COMPILED: dict[tuple[str, object], Callable[..., None]] = {}
 _HERE: Callable[..., object] = backend.compiled
@@ -237,12 +289,23 @@ def one_token() -> Alone:
     return min(times, key=times.__getitem__)
 
 
+class Variant(NamedTuple):
+    tokens: int
+    name: str
+    attention: str
+    choose: str
+    known: bool = False
+    alone: Alone | None = None
+    item_pages: int | None = None
+    backward: tuple[bool, bool] = (False, False)
+
+
 class Captured(NamedTuple):
     graph: torch.cuda.CUDAGraph
     out: torch.Tensor
 
 
-def capture(model: DeepseekV3ForCausalLM, tokens: int) -> Captured:
+def capture(model: DeepseekV3ForCausalLM, tokens: int, item_pages: int | None) -> Captured:
     """As `decode_step.capture`, the same numbers each time. Checks that a replay makes of other
     states what launches one by one do, the newest keys and what the memory of sums holds being NaN
     before."""
@@ -251,6 +314,11 @@ def capture(model: DeepseekV3ForCausalLM, tokens: int) -> Captured:
         dtype="bfloat16", page_size=PAGE, max_batch=tokens, max_q_len=1, max_kv_len=8 * KEYS
     )
     table = make_table(mla_sites(model.text, MlaForms()), limits, gpu_of(DEVICE), None, releases())
+    if item_pages is not None:
+        table._plans = {  # noqa: SLF001
+            site: [replace(plan, min_item_pages=item_pages) for plan in plans]
+            for site, plans in table._plans.items()  # noqa: SLF001
+        }
     specs = [mla_cache_spec(model.text, "bfloat16")] * decode_step.LAYERS
     with DEVICE:
         pool = KvPool(specs, tokens * KEYS // PAGE, PAGE, DEVICE)
@@ -274,32 +342,43 @@ def capture(model: DeepseekV3ForCausalLM, tokens: int) -> Captured:
 
 def layers(alone: Alone, out_of_time: Callable[[], bool]) -> None:
     model = decode_step.build()
-    cases: list[tuple[int, str, str, Callable[[], None]]] = [
-        (1, "as it was", "before", lambda: use_alone(None)),
-        (1, "queries at once", "at once", lambda: use_alone(None)),
-        (1, "and older keys early", "early keys", lambda: use_alone(None)),
-        (1, "rows in registers alone", "before", lambda: use_alone(alone)),
-        (1, "rows, queries at once", "at once", lambda: use_alone(alone)),
-        (1, "rows, older keys early", "early keys", lambda: use_alone(alone)),
-        (256, "as it was", "before", lambda: use_backward(False, False)),
-        (256, "queries at once", "at once", lambda: use_backward(False, False)),
-        (256, "and older keys early", "early keys", lambda: use_backward(False, False)),
-        (256, "up backward", "at once", lambda: use_backward(True, False)),
-        (256, "up and down backward", "at once", lambda: use_backward(True, True)),
-        (32, "as it was", "before", lambda: use_backward(False, False)),
-        (32, "queries at once", "at once", lambda: use_backward(False, False)),
-        (32, "and older keys early", "early keys", lambda: use_backward(False, False)),
-    ]
+    cases = (
+        Variant(1, "as it was", "before", "before", False, None),
+        Variant(1, "queries at once", "at once", "before", False, None),
+        Variant(1, "older keys early", "early keys", "before", False, None),
+        Variant(
+            1, "older keys early, items of 64", "early keys", "before", False, None, item_pages=1
+        ),
+        Variant(1, "choice by ints", "before", "now", False, None),
+        Variant(1, "rows", "before", "before", False, alone),
+        Variant(1, "rows, sum knows early", "before", "before", True, alone),
+        Variant(1, "rows, sum, queries, choice", "at once", "now", True, alone),
+        Variant(1, "all", "early keys", "now", True, alone),
+        Variant(1, "all, items of 64", "early keys", "now", True, alone, item_pages=1),
+        Variant(256, "as it was", "before", "before"),
+        Variant(256, "choice by ints", "before", "now"),
+        Variant(256, "choice, queries at once", "at once", "now"),
+        Variant(256, "choice, older keys early", "early keys", "now"),
+        Variant(256, "choice, queries, up backward", "at once", "now", backward=(True, False)),
+        Variant(256, "choice, queries, both backward", "at once", "now", backward=(True, True)),
+        Variant(32, "as it was", "before", "before"),
+        Variant(32, "choice, queries at once", "at once", "now"),
+        Variant(32, "choice, older keys early", "early keys", "now"),
+    )
     graphs: list[tuple[int, str, torch.cuda.CUDAGraph]] = []
     first: dict[int, torch.Tensor] = {}
-    for tokens, name, variant, setting in cases:
+    for case in cases:
+        tokens, name = case.tokens, case.name
         if out_of_time():
             print("out of time: not every case was captured")
             break
-        use_attention(variant)
-        setting()
+        use_attention(case.attention)
+        use_backward(*case.backward)
+        if tokens == 1:
+            use_alone(case.alone)
+        kernels.moe_choose, fused.KNOWN = CHOOSE[case.choose], case.known
         try:
-            made = capture(model, tokens)
+            made = capture(model, tokens, case.item_pages)
             graphs.append((tokens, name, made.graph))
             want = first.setdefault(tokens, made.out).float()
             off = (made.out.float() - want).norm() / want.norm()
@@ -312,9 +391,9 @@ def layers(alone: Alone, out_of_time: Callable[[], bool]) -> None:
             times = 30 if tokens < 64 else 8
             found.setdefault((tokens, name), []).append(decode_step.time_us(graph, times))
     for (tokens, name), times in found.items():
-        print(f"{tokens:4} tokens, nine layers, {name:26} {sorted(times)[2]:8.1f} us", flush=True)
+        print(f"{tokens:4} tokens, nine layers, {name:32} {sorted(times)[2]:8.1f} us", flush=True)
     for tokens, name, graph in graphs:
-        if tokens == 1 and name in ("as it was", "rows, older keys early"):
+        if tokens == 1 and name in ("as it was", "all"):
             print(f"a layer, {name}:")
             decode_step.timeline(graph)
 

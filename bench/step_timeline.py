@@ -102,31 +102,44 @@ def show(events: list[Event], file: str | None) -> None:
 
 def use(alone: Alone) -> None:
     """Rows in registers for one token."""
-    ((key, rows),) = moe_plan.MEASURED.items()
-    one = replace(rows[0][1], alone=alone)
-    moe_plan.MEASURED = MappingProxyType({key: ((1, one), *rows)})
+    one = replace(ROWS[0][1], alone=alone)
+    moe_plan.MEASURED = MappingProxyType({KEY: ((1, one), *ROWS)})
+
+
+((KEY, ROWS),) = moe_plan.MEASURED.items()
+
+
+def measure(batch: int, name: str, file: str | None) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        write(Path(folder), TEXT, VISION, IMAGE)
+        config = EngineConfig(
+            model=folder,
+            weights="random",
+            max_model_len=16384,
+            memory_fraction=0.45,  # two of them, one after the other
+            cuda_graphs=max(8, batch),
+        )
+        began = time.perf_counter()
+        engine = build_engine(config, open_checkpoint(folder), None).engine
+        print(f"{name}: start-up {time.perf_counter() - began:.1f} s")
+    rate = decode_rate(engine, batch, Shape(TEXT, CONTEXT, OUTPUT, (), 3))
+    print(f"{name}: decode {batch}: {rate:.0f} token/s, {1e3 * batch / rate:.3f} ms a step")
+    show(record(engine, batch), file)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--file")
-    parser.add_argument("--alone")
+    parser.add_argument("--alone", help="and so once more")
     args = parser.parse_args()
+    measure(args.batch, "tiles", args.file)
     if args.alone:
+        gc.collect()
+        torch.cuda.empty_cache()
         up, up_warps, down, down_warps = map(int, args.alone.split(","))
         use(Alone(up=up, up_warps=up_warps, down=down, down_warps=down_warps))
-    with tempfile.TemporaryDirectory() as folder:
-        write(Path(folder), TEXT, VISION, IMAGE)
-        config = EngineConfig(model=folder, weights="random", max_model_len=16384)
-        began = time.perf_counter()
-        engine = build_engine(config, open_checkpoint(folder), None).engine
-        print(f"start-up {time.perf_counter() - began:.1f} s")
-    gc.collect()
-    gc.freeze()
-    rate = decode_rate(engine, args.batch, Shape(TEXT, CONTEXT, OUTPUT, (), 2))
-    print(f"decode {args.batch}: {rate:.0f} token/s, {1e3 * args.batch / rate:.3f} ms a step")
-    show(record(engine, args.batch), args.file)
+        measure(args.batch, args.alone, None)
 
 
 if __name__ == "__main__":

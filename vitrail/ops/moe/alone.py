@@ -98,7 +98,8 @@ def moe_down_alone(
     n = tl.program_id(0) % tiles * ROWS + tl.arange(0, ROWS)
     if EARLY:
         gdc_launch_dependents()
-    expert = tl.load(ids + slot).to(tl.int32)
+    # Past the SM's own cache, which only a wait makes anew.
+    expert = tl.load(ids + slot, cache_modifier=".cg").to(tl.int32)
     most = tl.where((expert >= 0) & (expert < num_experts), M, 0)
     matrix = down + expert.to(tl.int64) * (M * INNER)
     w = _rows(matrix, n, most, 0, INNER, INNER, BLOCK)

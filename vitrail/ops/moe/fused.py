@@ -34,6 +34,7 @@ from vitrail.ops.record import on_gpu
 
 ROUTER_BK = 64  # channels of a span that are multiplied at once
 LAID = 16  # blocks that a program of `moe_lay` lays
+KNOWN = True  # bench only
 WIDE = 1024  # channels that a program of `moe_join` adds
 
 
@@ -235,7 +236,7 @@ def alone(
         num_warps=rows.down_warps,
         **early,
     )
-    return join(part_KM, routing, experts, plan)
+    return join(part_KM, routing, experts, plan, KNOWN)
 
 
 def _blocks(channels: int) -> dict[str, int]:
@@ -344,9 +345,14 @@ def run_down(
 
 
 def join(
-    part_SM: Float[Tensor, "S M"], routing: Routing, num_experts: int, plan: ExpertsPlan
+    part_SM: Float[Tensor, "S M"],
+    routing: Routing,
+    num_experts: int,
+    plan: ExpertsPlan,
+    known: bool = False,
 ) -> Float[Tensor, "T M"]:
-    """Each token's weighted sum over its choices, in their order."""
+    """Each token's weighted sum over its choices, in their order. `known`: what was launched before
+    began after these were chosen."""
     (tokens, top_k), hidden = routing.expert_ids.shape, part_SM.shape[1]
     out_TM = part_SM.new_empty((tokens, hidden))
     width = min(power_of_2(hidden), WIDE)
@@ -362,6 +368,7 @@ def join(
         K=top_k,
         KP=power_of_2(top_k),
         BN=width,
+        KNOWN=known,
         num_warps=4,
         **_early(plan.early),
     )

@@ -29,6 +29,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 # Numbers that change with a batch: one kernel for all of them.
 SIZES = ["tokens", "slots", "num_experts", "max_blocks", "cap"]
 FIELDS = tl.constexpr(4)  # of a block's record, the last unused
+LEAST = tl.constexpr(-(1 << 31))  # of int32
 
 
 @triton.jit
@@ -122,14 +123,17 @@ def moe_choose(
         logits += tl.load(at, mask=known, other=0.0)
     scores = 1.0 / (1.0 + tl.exp(-logits))
     ranked = tl.where(scores == scores, scores + extra, -1e30)
-    ranked = tl.where(known, ranked, float("-inf"))
+    # In the order of numbers, as a warp finds the largest of ints in one instruction.
+    bits = tl.where(known, ranked, float("-inf")).to(tl.int32, bitcast=True)
+    ranked = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    spelled = scores.to(tl.int32, bitcast=True)
     total = 0.0
     chosen = tl.where(k < ROUTED, 0, num_experts + k - ROUTED)
     weight = tl.where(k < ROUTED, 0.0, 1.0)
     for i in tl.static_range(ROUTED):
-        best = tl.argmax(ranked, 0)
-        value = tl.sum(tl.where(x == best, scores, 0.0), 0)
-        ranked = tl.where(x == best, float("-inf"), ranked)
+        best = tl.min(tl.where(ranked == tl.max(ranked, 0), x, XP), 0)
+        value = tl.max(tl.where(x == best, spelled, LEAST), 0).to(tl.float32, bitcast=True)
+        ranked = tl.where(x == best, LEAST, ranked)
         total += value
         chosen = tl.where(k == i, best, chosen)
         weight = tl.where(k == i, value, weight)
@@ -414,17 +418,23 @@ def moe_down(
 @triton.jit(do_not_specialize=SIZES)
 def moe_join(
     out, part, ids, weights, num_experts,
-    M: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, BN: tl.constexpr, EARLY: tl.constexpr,
+    M: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, BN: tl.constexpr, KNOWN: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """out[t, n] = sum over k of weights[t, k] * part[t * K + k, n] for the BN channels of program
-    (t, j); a choice that is nobody's adds nothing, whatever `part` holds there."""
-    _begin(EARLY)
+    (t, j); a choice that is nobody's adds nothing, whatever `part` holds there. KNOWN: choices are
+    there before the wait, see `alone`."""
+    if not KNOWN:
+        _begin(EARLY)
     token = tl.program_id(0).to(tl.int64)
     n = tl.program_id(1) * BN + tl.arange(0, BN)
     k = tl.arange(0, KP)
-    expert = tl.load(ids + token * K + k, mask=k < K, other=-1)
+    expert = tl.load(ids + token * K + k, mask=k < K, other=-1, cache_modifier=".cg")
     chosen = (expert >= 0) & (expert < num_experts)
-    weight = tl.load(weights + token * K + k, mask=chosen, other=0.0)
+    weight = tl.load(weights + token * K + k, mask=k < K, other=0.0, cache_modifier=".cg")
+    weight = tl.where(chosen, weight, 0.0)
+    if KNOWN:
+        _begin(EARLY)
     at = part + (token * K + k)[:, None] * M + n[None, :]
     value = tl.load(at, mask=chosen[:, None] & (n < M)[None, :], other=0.0).to(tl.float32)
     total = tl.sum(value * weight[:, None], 0)
