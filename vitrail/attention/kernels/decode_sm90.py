@@ -298,10 +298,9 @@ class DecodeSm90:
                 n, c = piece // pieces, piece % pieces
                 offset = (c // 8) * (spec.tile_m * BLOCK) + n * BLOCK + ((c % 8) ^ (n % 8)) * 8
                 target = cute.make_tensor((s_q + offset).align(16), cute.make_layout(8))
-                if row + n < rows:
-                    cute.autovec_copy(held[None, i], target)
-                else:
-                    target.fill(self.dtype(0.0))
+                for e in cutlass.range_constexpr(8):
+                    held[e, i] = held[e, i] if row + n < rows else self.dtype(0.0)
+                cute.autovec_copy(held[None, i], target)
 
     @cute.jit
     def _piece(self, tensor: cute.Tensor, offset: Int64):
