@@ -15,7 +15,6 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from vitrail.config.hardware import Hardware
 from vitrail.ops.launch import launch
 from vitrail.ops.moe import triton as kernels
-from vitrail.ops.moe.alone import moe_down_alone, moe_up_alone
 from vitrail.ops.moe.naive import Routing
 from vitrail.ops.moe.plan import (
     SORT_ALONE,
@@ -203,7 +202,7 @@ def alone(
     slots, early = ids_1K.numel(), _early(plan.early)
     act_KI = x_1M.new_empty((slots, inner))
     _run(
-        moe_up_alone,
+        kernels.moe_up_alone,
         (slots * -(-inner // rows.up),),
         x_1M,
         gate_up_XFM,
@@ -221,7 +220,7 @@ def alone(
     )
     part_KM = x_1M.new_empty((slots, hidden))
     _run(
-        moe_down_alone,
+        kernels.moe_down_alone,
         (slots * -(-hidden // rows.down),),
         act_KI,
         down_XMI,
