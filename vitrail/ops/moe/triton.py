@@ -448,7 +448,7 @@ def moe_join(
 #     down  | ids, rows | wait | act, part
 #
 # So shared experts' rows are on their way while the router chooses, and `down`'s while the last
-# programs of `up` work. `up` lets `down` start only once it has waited itself: what the router chose
+# programs of `up` work. `up` lets `down` start only once it has waited itself: what was chosen
 # is there then.
 
 
