@@ -157,6 +157,71 @@ def shape_errors(engine: Engine, positions: int, vocabulary: int) -> bool:
     return ratio <= ERROR_GOAL
 
 
+def decoded_errors(engine: Engine, vocabulary: int, batch: int, looked_at: int = 4) -> bool:
+    """Of the first `looked_at` of `batch` requests, decoded together: the error of the logits that
+    each token was drawn from, against the same tokens in fp32. Prints it beside plain torch's."""
+    rng, length, new = np.random.default_rng(batch), 48, 24
+    params = SamplingParams(max_tokens=new, temperature=0, logprobs=1, ignore_eos=True)
+    prompts = rng.integers(0, vocabulary, (batch, length)).tolist()
+    for i, ids in enumerate(prompts):
+        engine.add(
+            EngineRequest(
+                id=str(i),
+                prompt_token_ids=ids,
+                images=[],
+                params=params,
+                max_tokens=new,
+                stop_token_ids=frozenset(),
+                seed=0,
+            )
+        )
+    runner: Any = engine._runner  # noqa: SLF001
+    decoder, plans, rows = runner.parts.model, [], []
+    launch, logits = runner.launch, decoder.logits
+
+    def launch_and_note(plan: Any, inputs: Any) -> Any:
+        plans.append(plan)
+        return launch(plan, inputs)
+
+    def logits_and_note(hidden: Tensor) -> Tensor:
+        rows.append((plans[-1], logits(hidden)))
+        return rows[-1][1]
+
+    runner.launch, decoder.logits = launch_and_note, logits_and_note
+    answers: dict[str, list[int]] = {str(i): [] for i in range(batch)}
+    try:
+        while not engine.idle:
+            for output in engine.step():
+                assert output.error is None, output.error
+                answers[output.request_id] += output.token_ids
+    finally:
+        runner.launch, decoder.logits = launch, logits
+    steps = [(p, x) for p, x in rows if not p.prefills and len(p.decodes) == batch]
+    assert len(steps) >= new - 2, f"{len(steps)} steps of {batch} decodes"
+    first = min(s.seq for s in steps[0][0].decodes)
+    looked_at = min(looked_at, batch)
+    total = {"ours": 0.0, "plain": 0.0, "size": 0.0}
+    for i in range(looked_at):
+        ids = prompts[i] + answers[str(i)]
+        exact, naive = (
+            plain(decoder.decoder, ids, dtype).cpu()
+            for dtype in (torch.float32, decoder.decoder.lm_head.weight.dtype)
+        )
+        for plan, found in steps:
+            at = [s.seq - first for s in plan.decodes].index(i)
+            place = plan.decodes[at].start
+            total["size"] += float(exact[place].square().sum())
+            total["ours"] += float((found[at].float().cpu() - exact[place]).square().sum())
+            total["plain"] += float((naive[place] - exact[place]).square().sum())
+    error, other = ((total[name] / total["size"]) ** 0.5 for name in ("ours", "plain"))
+    ratio = error / max(other, 1e-12)
+    print(
+        f"decoded by {batch}, {len(steps)} steps of {looked_at} requests: error of the engine "
+        f"{error:.3e}, of plain torch {other:.3e}: {ratio:.3f} (goal {ERROR_GOAL})"
+    )
+    return ratio <= ERROR_GOAL
+
+
 def talks(count: int) -> list[list[dict[str, Any]]]:
     """Questions about the demo's picture, cut and resized at random: all of them about each."""
     whole = Image.open(DEMO / "picture.png").convert("RGB")
@@ -248,7 +313,7 @@ def main() -> int:
     choices: dict[str, Any] = {"device": device, "dtype": "bfloat16", "max_model_len": 4096}
     choices |= {"kv_cache_bytes": (16 if args.tiny else 2048) << 20, "encoder_patches": 256}
     if not (args.tiny or args.only_truth):
-        choices["cuda_graphs"] = 0
+        choices["cuda_graphs"] = 32
         print(torch.cuda.get_device_name(), "torch", torch.__version__)
     good = True
     if not args.no_shape:
@@ -257,7 +322,10 @@ def main() -> int:
             write(Path(folder), text, vision | {"num_hidden_layers": 1}, image)
             config = EngineConfig(model=folder, weights="random", **choices)
             engine = build_engine(config, open_checkpoint(folder), None).engine
-        good &= shape_errors(engine, args.positions, text["vocab_size"] * 9 // 10)
+        ids = text["vocab_size"] * 9 // 10
+        good &= shape_errors(engine, args.positions, ids)
+        for batch in (1, 32):
+            good &= decoded_errors(engine, ids, batch)
         print(f"{time.perf_counter() - began:.1f} s")
         del engine
     if not args.no_demo:

@@ -1,7 +1,7 @@
 """Does anything grow? 200 requests of the demo model at once, with pictures, aborts and repeats,
 for minutes; resident memory is read all along. The caches are small, so that they are soon full.
 
-    python bench/churn.py [--minutes 10] [--running 200] [--cache-mb 64] [--warm-up 0]
+    python bench/churn.py [--minutes 10] [--running 200] [--cache-mb 64]
 
 Reads both what the process holds (resident) and what it has asked for and not given back (in use,
 from the C allocator): the first may creep for a while as free memory is cut into pieces, the second
@@ -83,7 +83,6 @@ def flags() -> argparse.Namespace:
     parser.add_argument(
         "--cache-mb", type=int, default=64, help="MiB of keys and values; pictures have an eighth"
     )
-    parser.add_argument("--warm-up", type=int, default=0, help="requests done before minutes count")
     return parser.parse_args()
 
 
@@ -104,9 +103,7 @@ def main() -> int:
     samples: list[dict[str, float]] = []
     began = report = time.monotonic()
     print(f"{platform.machine()}, {os.cpu_count()} cpus, {args.running} at once")
-    while done < args.warm_up or time.monotonic() - began < 60 * args.minutes:
-        if done < args.warm_up:
-            began = report = time.monotonic()
+    while time.monotonic() - began < 60 * args.minutes:
         while len(live) < args.running:
             request = next(source)
             llm.engine.add(request)

@@ -4,6 +4,7 @@ missing, waited for with a limit, and gone with the start, all of them."""
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -145,6 +146,14 @@ def test_a_question_larger_than_a_pipe_is_asked_without_waiting(program: Program
 
 def test_a_start_that_is_refused_leaves_none_behind(program: Program, tmp_path: Path):
     """Neither the process nor what it forked: each holds memory that the next start would miss."""
+    ahead, pids = forked(program, tmp_path)
+    with pytest.raises(Refused), ahead:
+        raise Refused([])
+    assert all(map(gone, pids))
+
+
+def forked(program: Program, tmp_path: Path) -> tuple[Ahead, list[int]]:
+    """A process that has begun, with one that it started; their ids."""
     told = tmp_path / "pids"
     program(f"sh sleep 60 & echo $! $$ > {told}.new; mv {told}.new {told}; sleep 60")
     ahead = Ahead()
@@ -154,12 +163,35 @@ def test_a_start_that_is_refused_leaves_none_behind(program: Program, tmp_path: 
         time.sleep(0.05)
     pids = [int(pid) for pid in told.read_text().split()]
     assert not any(map(gone, pids))
-    with pytest.raises(Refused), ahead:
-        raise Refused([])
-    until = time.monotonic() + 20
-    while not all(map(gone, pids)) and time.monotonic() < until:
-        time.sleep(0.05)
-    assert all(map(gone, pids))
+    return ahead, pids
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="forks are found by /proc")
+@pytest.mark.parametrize("patience_s", [20.0, 0.2])
+def test_those_that_take_long_to_end_are_waited_for(
+    patience_s: float,
+    program: Program,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+):
+    """The memory of a GPU that a killed fork holds is not free before it has ended."""
+    ahead, pids = forked(program, tmp_path)
+    killpg, late = os.killpg, list[threading.Timer]()
+
+    def slowly(group: int, signal: int) -> None:
+        os.kill(group, signal)  # the first at once, what it forked after a while
+        late.append(threading.Timer(1.0, killpg, (group, signal)))
+        late[0].start()
+
+    monkeypatch.setattr(os, "killpg", slowly)
+    monkeypatch.setattr(module, "END_SECONDS", patience_s)
+    with ahead:
+        pass
+    ended, said = all(map(gone, pids)), [r.message for r in caplog.records]
+    late[0].join()
+    assert ended == (patience_s > 1)
+    assert any("has not ended" in text for text in said) != ended
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere nobody hears of a parent's death")

@@ -1,33 +1,124 @@
-"""`bench/churn.py` as a test: where memory grew, the line is named that most of what Python kept
-was made on."""
+"""Does anything of the engine grow? By equal rounds, which tell in seconds, or by `bench/churn.py`
+for minutes. Where memory grew, the line is named that most of what Python kept was made on."""
 
-import importlib.util
+import gc
+import random
+import subprocess
 import sys
 import tracemalloc
+from collections.abc import Sequence
 from pathlib import Path
-from types import ModuleType
 
 import pytest
+import torch
 
 import vitrail
+from bench import churn
+from vitrail import LLM
+from vitrail.cli import DEMO
+from vitrail.engine.request import EngineRequest
 
 ROOT = Path(__file__).parents[2]
+REQUESTS, WARM_UP, ROUNDS = 3, 1, 4
+# Of a healthy engine: below 0.1 KiB, and 2 objects (setups of rows, which the recorder bounds).
+LIMITS = {"KiB in use": 1.0, "objects": 8.0}  # a step
+GREW = 3  # exit code
+Sample = dict[str, float]
+
+
+class Rounds:
+    """An engine with caches too small for the work of a round: the same requests every time,
+    pictures, aborts and preemptions among them, from idle to idle. Nothing in it goes by the clock,
+    so a round ends with what the one before it ended with, but for what is kept."""
+
+    def __init__(self) -> None:
+        torch.set_num_threads(1)
+        self.llm = LLM(
+            DEMO,
+            device="cpu",
+            max_running=2,
+            max_model_len=192,
+            kv_cache_bytes=3 << 17,
+            encoder_cache_bytes=1 << 16,
+        )
+        self.steps = 0
+
+    def work(self) -> Sample:
+        """One round; what the process holds after it."""
+        engine, rng = self.llm.engine, random.Random(0)
+        source, live, started, self.steps = churn.requests(self.llm, rng), set[str](), 0, 0
+        while started < REQUESTS or live:
+            while started < REQUESTS and len(live) < self.llm.config.max_running:
+                request: EngineRequest = next(source)
+                engine.add(request)
+                live.add(request.id)
+                started += 1
+            for output in engine.step():
+                assert output.error is None, output.error
+                if output.finish_reason is not None:
+                    live.discard(output.request_id)
+            self.steps += 1
+            if live and rng.random() < 0.05:
+                engine.abort(victim := rng.choice(sorted(live)))
+                live.remove(victim)
+        while not engine.idle:
+            engine.step()
+        engine.scheduler.check()
+        assert engine.scheduler.cache_usage().running_pages == 0
+        gc.collect()
+        in_use = churn.memory_mb()["in use"] * 1e6 / 1024
+        return {"KiB in use": in_use, "objects": float(sys.getallocatedblocks())}
+
+
+def soak_by_rounds() -> None:
+    """In a process of its own, which holds what a server's does: in this one tensors' signatures
+    are checked at every call. Raises AssertionError where memory grew."""
+    words = [sys.executable, "-m", "tests.nightly.soak"]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
+    print(done.stdout, done.stderr)
+    if done.returncode == GREW:
+        raise AssertionError(done.stdout.splitlines()[-1])
+    if done.returncode:
+        raise RuntimeError(f"the soak's process: {done.stderr.strip().splitlines()[-1]}")
+
+
+def main() -> int:
+    """What `soak_by_rounds` runs: its last line says what grew."""
+    rounds = Rounds()
+    for _ in range(WARM_UP):
+        rounds.work()
+    samples: list[Sample] = []
+    for _ in range(ROUNDS):
+        samples.append(rounds.work())
+        print(rounds.steps, "steps", samples[-1], rounds.llm.engine.stats(), flush=True)
+    said = grown(samples, rounds.steps)
+    if said:
+        print(f"memory grew, kept by {keeper(rounds)}; {said}")
+    return GREW if said else 0
+
+
+def grown(samples: Sequence[Sample], steps: int) -> str:
+    """What grew, "" if nothing did. `samples`: after each of some equal rounds of `steps` steps.
+    It grew where even the round that added least added more than the limit: what is kept is kept
+    by every round, what the machine or an allocator does is not."""
+    said: list[str] = []
+    for kind, limit in LIMITS.items():
+        values = [sample[kind] for sample in samples]
+        added = [(b - a) / steps for a, b in zip(values, values[1:], strict=False)]
+        if min(added) > limit:
+            said.append(
+                f"{kind} {values[0]:.0f} -> {values[-1]:.0f}: "
+                f"{min(added):.1f} to {max(added):.1f} more a step, limit {limit:.0f}"
+            )
+    return ", ".join(said)
 
 
 def soak(minutes: float, **flags: int) -> None:
-    """Raises AssertionError where memory grew. `flags` are churn's: few requests and a small cache
-    are soon steady."""
-    said = churned(churn(), minutes, flags)
-    if said:
-        raise AssertionError(f"memory grew, kept by {keeper()}; {said}")
+    """`bench/churn.py` with its flags. Raises AssertionError where memory grew."""
+    samples: list[Sample] = []
+    report, grew = churn.report_growth, False
 
-
-def churned(module: ModuleType, minutes: float, flags: dict[str, int]) -> str:
-    """What grew, "" if nothing did."""
-    samples: list[dict[str, float]] = []
-    report, grew = module.report_growth, False
-
-    def reported(found: list[dict[str, float]]) -> int:
+    def reported(found: list[Sample]) -> int:
         nonlocal grew
         samples.extend(found)
         grew = len(found) >= 4 and bool(report(found))
@@ -35,42 +126,32 @@ def churned(module: ModuleType, minutes: float, flags: dict[str, int]) -> str:
 
     given = [f"--{name.replace('_', '-')}={value}" for name, value in flags.items()]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "report_growth", reported)
+        patch.setattr(churn, "report_growth", reported)
         patch.setattr(sys, "argv", ["churn.py", f"--minutes={minutes}", *given])
-        module.main()
+        churn.main()
     assert samples, "too slow a machine: not one sample"
-    ends = (samples[len(samples) // 4], samples[-1])
-    said = (f"{kind} {ends[0][kind]:.0f} -> {ends[1][kind]:.0f} MB" for kind in ends[0])
-    return ", ".join(said) if grew else ""
+    if grew:
+        ends = (samples[len(samples) // 4], samples[-1])
+        said = (f"{kind} {ends[0][kind]:.0f} -> {ends[1][kind]:.0f} MB" for kind in ends[0])
+        raise AssertionError(f"memory grew, kept by {keeper(Rounds())}; {', '.join(said)}")
 
 
-def churn() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("churn", ROOT / "bench" / "churn.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def keeper() -> str:
-    """Under tracemalloc, half a minute more: where most was kept between its middle and its end."""
-    module, snapshots = churn(), []
-    sample = module.memory_mb
-
-    def sampled() -> dict[str, float]:
-        snapshots.append(tracemalloc.take_snapshot())
-        return sample()
-
-    module.memory_mb = sampled
+def keeper(rounds: Rounds) -> str:
+    """Under tracemalloc, two rounds more: where most was made in the second that is still there."""
     tracemalloc.start()
-    churned(module, 0.5, {"running": 8, "cache_mb": 4})
+    rounds.work()
+    before = tracemalloc.take_snapshot()
+    rounds.work()
+    kept = tracemalloc.take_snapshot().compare_to(before, "lineno")
     tracemalloc.stop()
-    kept = snapshots[-1].compare_to(snapshots[len(snapshots) // 2], "lineno")
     package = Path(vitrail.__file__).parents[1]  # it may be installed elsewhere
-    for grown in (k for k in kept if k.size_diff > 0):
-        at, path = grown.traceback[0], Path(grown.traceback[0].filename)
+    for grew in (k for k in kept if k.size_diff > 0):
+        at, path = grew.traceback[0], Path(grew.traceback[0].filename)
         for root in (ROOT, package):
             if path.is_relative_to(root) and "site-packages" not in path.relative_to(root).parts:
-                return f"{path.relative_to(root)}:{at.lineno} ({grown.size_diff / 1e6:.1f} MB)"
+                return f"{path.relative_to(root)}:{at.lineno} ({grew.size_diff / 1e6:.1f} MB)"
     return "nothing of Python's"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -250,6 +250,23 @@ def test_without_the_package_it_cannot_tell(tmp_path: Path, monkeypatch: pytest.
     assert "cannot tell" in done.stdout
 
 
+@pytest.mark.parametrize("name", ["kernel-1.json", "003-test_a.capsules/capsule-1.json"])
+def test_a_capsule_of_a_shard_is_found_where_its_results_were_brought(tmp_path: Path, name: str):
+    """The path that the test recorded is another machine's."""
+    shards = [tmp_path / f"shards/night-{number}" for number in (1, 2)]
+    for shard in shards:
+        shard.mkdir(parents=True)
+    here = shards[1] / name
+    here.parent.mkdir(exist_ok=True)
+    here.touch()
+    write = Writer(
+        tmp_path, tmp_path / "repro", shards, Night(commit="", began="", machine="", jobs=())
+    )
+    there = str(Path("/home/runner/work/night", name))
+    assert write._found(["", there]) == [here]  # pyright: ignore[reportPrivateUsage]
+    assert write._found([there.replace("-1", "-2")]) == []  # pyright: ignore[reportPrivateUsage]
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="without /proc orphans are out of reach")
 def test_a_script_that_hangs_leaves_no_process_behind(tmp_path: Path):
     """As a replay in a process of its own is: below the one that is waited for."""

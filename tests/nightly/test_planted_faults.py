@@ -122,7 +122,7 @@ def test_a_slow_step(tmp_path: Path):
     fails_alone_until_the_commit_before(scripts, root, tmp_path)
 
 
-@pytest.mark.suite("faults", minutes=30, owner="nightly")
+@pytest.mark.suite("faults", minutes=5, owner="nightly")
 def test_a_leak(tmp_path: Path):
     said = ["memory: AssertionError: memory grew, kept by vitrail/engine/engine.py"]
     scripts, root = finds(tmp_path, "leak", ["test_demo_soak.py"], said, before=True)

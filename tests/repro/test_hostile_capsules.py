@@ -2,24 +2,37 @@
 engine's step has. Each is refused with the numbers, before anything is built."""
 
 import json
+import os
+import tempfile
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import structs
+from torch import nn
 
 from tests.engine.driver import Golden
 from tests.repro.plants import PLANTS
 from tests.repro.test_replay import crashed
 from vitrail.cli import main
+from vitrail.config.engine import EngineConfig
 from vitrail.config.finding import Refused
 from vitrail.engine.batch import BatchBuilder
+from vitrail.engine.build import build_engine
+from vitrail.engine.placement import placed
+from vitrail.models.checkpoint import Checkpoint
+from vitrail.repro import replay as replay_module
+from vitrail.repro import room
 from vitrail.repro.capsule import MAX_BYTES, Capsule, decoded, encoded, read
+from vitrail.repro.outcome import UNTOLD, verdict
+from vitrail.repro.replay import _restored, replay
+from vitrail.repro.room import Need, need_of
 
 Data = dict[str, Any]
 
@@ -219,8 +232,6 @@ def test_the_capsule_itself_is_accepted(capsule: Capsule):
 
 def test_a_path_in_a_capsule_is_not_opened(capsule: Capsule, tmp_path: Path):
     """The model's name is a word: weights are random, from the configuration within."""
-    from vitrail.repro.replay import replay
-
     away = structs.replace(capsule, flags=capsule.flags | {"model": str(tmp_path / "x.gguf")})
     assert replay(away).why == ""
 
@@ -266,8 +277,88 @@ def vast(capsule: Capsule) -> dict[str, Any]:
     ],
 )
 def test_an_engine_that_cannot_be_built_says_so(capsule: Capsule, change: Any, word: str):
-    from vitrail.repro.replay import replay
-
     outcome = replay(structs.replace(capsule, **change(capsule)))
     assert outcome.signatures == ()
     assert word in outcome.why
+
+
+def wide(capsule: Capsule) -> dict[str, Any]:
+    """Each size is one that a model may have."""
+    text = capsule.config["text_config"]
+    return {"config": capsule.config | {"text_config": text | {"intermediate_size": 1 << 20}}}
+
+
+def long(capsule: Capsule) -> dict[str, Any]:
+    """Rows that could be as long as positions go, and as many as an int counts."""
+    most = {"max_running": 1 << 40, "max_model_len": 1 << 22}
+    return {
+        "flags": capsule.flags | most,
+        "held": structs.replace(capsule.held, max_model_len=1 << 22),
+    }
+
+
+def pictured(capsule: Capsule) -> dict[str, Any]:
+    return {"entries": ((10**6, 1 << 40),)}
+
+
+def needed(capsule: Capsule) -> tuple[Need, EngineConfig, Checkpoint]:
+    with tempfile.TemporaryDirectory() as folder:
+        config, checkpoint = _restored(capsule, Path(folder), None)
+        return need_of(capsule, config, checkpoint, placed(config, checkpoint)), config, checkpoint
+
+
+@pytest.mark.parametrize(
+    ("change", "part"), [(wide, "weights"), (long, "rows"), (pictured, "images")]
+)
+def test_what_does_not_fit_in_memory_is_refused_before_it_is_made(
+    capsule: Capsule, monkeypatch: pytest.MonkeyPatch, change: Any, part: str
+):
+    made = structs.replace(capsule, **change(capsule))
+    monkeypatch.setattr(replay_module, "build_engine", pytest.fail)
+    monkeypatch.setattr(room, "free_bytes", lambda _: 1 << 26)
+    outcome = replay(made)
+    need, free = needed(made)[0], 1 << 26
+    assert getattr(need, part) > free > sum(need) - getattr(need, part)
+    assert f"{sum(need)} bytes" in outcome.why
+    assert f"{part} {getattr(need, part)}" in outcome.why
+    assert f"where {free} are free" in outcome.why
+    assert "replay it where more is free" in outcome.why
+    assert verdict(made, outcome)[0] == UNTOLD
+
+
+def test_what_it_needs_is_what_the_engine_then_holds(capsule: Capsule):
+    """Weights and tables by their bytes; all is enough, one byte less is not."""
+    need, config, checkpoint = needed(capsule)
+    built = build_engine(config, checkpoint, None)
+    parts = built.engine.runner.parts
+    held = {p.data_ptr(): p.nbytes for p in cast(nn.Module, parts.model).parameters()}
+    assert need.weights == sum(held.values())
+    tables = parts.builder.table[:-1].nbytes  # one row more is nobody's
+    assert need.rows >= 2 * tables > 0
+    pages = {page for step in capsule.steps for s in step.plan.rows for page in s.new_pages}
+    layer = parts.pool.layer(0)
+    kept = [layer] if isinstance(layer, torch.Tensor) else layer
+    a_page = sum(each[0].nbytes for each in kept) * len(parts.model.cache_specs())
+    assert need.pages == len(pages) * a_page
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(room, "free_bytes", lambda _: sum(need))
+        assert replay(capsule).why == ""
+        patch.setattr(room, "free_bytes", lambda _: sum(need) - 1)
+        assert "are free" in replay(capsule).why
+
+
+def test_free_memory_is_the_machine_s_or_what_its_group_leaves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    cpu = torch.device("cpu")
+    monkeypatch.setattr(room, "MEMINFO", tmp_path / "meminfo")
+    monkeypatch.setattr(room, "CGROUPS", tmp_path)
+    assert room.free_bytes(cpu) == os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    (tmp_path / "meminfo").write_text("MemTotal: 9000 kB\nMemAvailable:    4096 kB\n")
+    assert room.free_bytes(cpu) == 4 << 20
+    limits = {"memory.max": "max", "memory.current": "900000", "memory.stat": "anon 1\nfile 500"}
+    for name, text in limits.items():
+        (tmp_path / name).write_text(text + "\n")
+    assert room.free_bytes(cpu) == 4 << 20
+    (tmp_path / "memory.max").write_text("1000000\n")
+    assert room.free_bytes(cpu) == 1_000_000 - 900_000 + 500

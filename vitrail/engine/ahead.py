@@ -25,6 +25,8 @@ PACKAGES = ("vitrail.attention.backends.cute", "flash_attn.cute.interface")
 MODULE = "vitrail.engine.compilers"
 DRIVER = Path("/dev/nvidiactl")  # where there is none, nothing is begun before it is asked for
 LIMIT_SECONDS = 60.0
+END_SECONDS = 10.0  # for those that are killed to be gone
+PROC = Path("/proc")
 KERNELS, STEPS = "k", "s"  # said for each part that is done, in capitals where it failed
 
 
@@ -108,8 +110,30 @@ class Ahead:
             os.killpg(process.pid, signal.SIGKILL)
         with suppress(BrokenPipeError), process:  # closes its pipes and waits for it
             pass
+        if not end_of_group(process.pid, END_SECONDS):
+            log.warning("a compiler that was killed has not ended: it may hold memory of the GPU")
         if self._asked is not None:
             self._asked.unlink(missing_ok=True)
+
+
+def end_of_group(group: int, seconds: float) -> bool:
+    """Wait for all of a killed group. What a process holds of a device is free when it has ended,
+    not when it was killed, and pages are sized by what is free. Forks are no children of this
+    process, so they are found by /proc; a system without it has no GPU of ours."""
+    until = time.monotonic() + seconds
+    for folder in PROC.glob("[0-9]*"):
+        with suppress(OSError):  # it ended while it was looked at
+            # pid (name) state ppid pgrp ...; a name may hold anything, so from the last bracket on
+            if int((folder / "stat").read_text().rpartition(")")[2].split()[2]) != group:
+                continue
+            ended = os.pidfd_open(int(folder.name))  # to be read when the last thread is gone
+            left = max(0.0, until - time.monotonic())
+            try:
+                if not select.select([ended], [], [], left)[0]:
+                    return False
+            finally:
+                os.close(ended)
+    return True
 
 
 def _start(packages: Sequence[str]) -> subprocess.Popen[bytes]:

@@ -27,7 +27,8 @@ class Array(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 class Setup(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A row's sampling state by its sizes: of a `SlotSetup` everything but ids and text. `num_bias`
-    and `num_stop`: how many ids have a bias, end the request."""
+    and `num_stop`: how many ids have a bias, end the request. The other numbers are a client's own,
+    as its seed in `Step` is: without them other branches of the sampler run."""
 
     slot: int
     seq: int

@@ -93,9 +93,11 @@ class Writer:
             yield from self._found([c.properties.get("capsule", "") for c in cases])
 
     def _found(self, names: Sequence[str]) -> list[Path]:
-        """The first that is there: of a night's other shards, beside their results."""
+        """The first that is there: of a night's other shards, beside their results, where a step's
+        lie in a folder of their test's."""
         given = [Path(name) for name in names if name]
-        paths = [*given, *(folder / p.name for folder in self._folders for p in given)]
+        ends = [Path(*path.parts[-depth:]) for path in given for depth in (1, 2)]
+        paths = [*given, *(folder / end for folder in self._folders for end in ends)]
         return [path for path in paths if path.exists()][:1]
 
     def _run(self, words: list[str], limit_s: float) -> tuple[int | None, str]:

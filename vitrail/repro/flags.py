@@ -11,13 +11,17 @@ if TYPE_CHECKING:
     from vitrail.repro.capsule import Capsule
     from vitrail.repro.trial import Trials
 
+HOLDS = (
+    "what a failed step left: its file is named in the log. It holds sizes, the seeds and sampling "
+    "numbers that clients sent, config.json and flags; no text, ids or pictures"
+)
 PACKAGES = ("vitrail", "torch", "triton")  # whose releases are worth a line
 
 
 def add_repro(command: argparse.ArgumentParser) -> None:
     """`vitrail repro CAPSULE [flags]`."""
     add = command.add_argument
-    add("capsule", type=Path, help="what a failed step left: its file is named in the log")
+    add("capsule", type=Path, help=HOLDS)
     add("--model", help="a checkpoint's weights (default: random ones of the recorded shape)")
     add("--shrink", type=Path, metavar="OUT", help="write a smaller capsule that fails so too")
     add("--script", type=Path, metavar="OUT", help="write one script that fails so, shrunk first")

@@ -29,6 +29,7 @@ from vitrail.engine.runner import Launched, Runner
 from vitrail.engine.step import SlotSetup, StepInputs, StepPlan
 from vitrail.models.checkpoint import Checkpoint, open_checkpoint
 from vitrail.repro.outcome import Outcome
+from vitrail.repro.room import check_room
 
 
 def replay(capsule: Capsule, model: str | None = None) -> Outcome:
@@ -39,6 +40,7 @@ def replay(capsule: Capsule, model: str | None = None) -> Outcome:
         try:
             config, checkpoint = _restored(capsule, Path(folder), model)
             gpu = hardware_of(device_of(config)).name
+            check_room(capsule, config, checkpoint)
             built = build_engine(config, checkpoint, None)
         except Exception as error:  # noqa: BLE001
             cause = cause_of(error)
