@@ -22,11 +22,12 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.nn.functional import scaled_dot_product_attention
 
+from tests.attention.packed import varlen_metadata
 from vitrail.attention.backend import Attended, load_backend
 from vitrail.attention.backends.triton import Launch, launches
 from vitrail.attention.compile import compile_launch
 from vitrail.attention.installed import releases
-from vitrail.attention.metadata import paged_metadata, varlen_metadata
+from vitrail.attention.metadata import paged_metadata
 from vitrail.attention.plan import AttentionPlan, order, plan
 from vitrail.attention.shape import PAGED, AttentionShape, AttentionSite, Phase
 from vitrail.config.finding import accept

@@ -26,13 +26,13 @@ from safetensors import safe_open
 from torch import nn
 
 from bench.kimi_vl_shape import IMAGE, TEXT, VISION, config_of, write_published
+from tests.weights.write import tensors_of
 from vitrail.config.finding import accept
 from vitrail.config.model import ModelConfig
 from vitrail.models.registry import load_entry
 from vitrail.weights import direct, headers, load
 from vitrail.weights.headers import INDEX_FILE
 from vitrail.weights.plan import LoadPlan, resolve
-from vitrail.weights.write import tensors_of
 
 ENTRY = load_entry("KimiVLForConditionalGeneration")
 SHARD_BYTES = 5 << 30

@@ -28,9 +28,9 @@ import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor
 
+from tests.attention.packed import varlen_metadata
 from vitrail.attention.backend import load_backend
 from vitrail.attention.installed import releases
-from vitrail.attention.metadata import varlen_metadata
 from vitrail.attention.plan import PlanLimits, PlanTable, make_table
 from vitrail.attention.shape import Phase
 from vitrail.config.hardware import CPU, from_device
@@ -42,8 +42,9 @@ from vitrail.models.kimi_vl.processor import KimiVLProcessor
 from vitrail.ops.dispatch import select_vision
 from vitrail.ops.vision import naive
 from vitrail.ops.vision.naive import Grids
+from vitrail.vision.encoder import tower_site
 from vitrail.vision.image import ImageLimits, from_pil
-from vitrail.vision.moonvit import MoonVit, moonvit_site
+from vitrail.vision.moonvit import MoonVit
 from vitrail.vision.projector import MergeProjector
 from vitrail.vision.rungs import rungs_of
 
@@ -366,7 +367,7 @@ def operations(half: Bench, sizes: Sizes, prefer: str | None) -> None:
     )
     tables = ops.rope_tables(grids, c.head_dim, c.rope_theta, device)
     heads, row = (c.num_heads,) * 3, 2 * count * width
-    site = moonvit_site(c)
+    site = tower_site(c)
     meta = varlen_metadata([h * v for h, v in sizes], device)
     plan = half.plans(sizes, prefer).select(site, Phase.ENCODE, meta.batch, meta.max_kv_len)
     backend = load_backend(plan.backend)

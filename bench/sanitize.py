@@ -27,15 +27,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined
 
+from tests.attention.packed import varlen_metadata
 from vitrail.attention.backend import Attended, load_backend
 from vitrail.attention.installed import releases
-from vitrail.attention.metadata import (
-    PagedMetadata,
-    VarlenMetadata,
-    Work,
-    paged_metadata,
-    varlen_metadata,
-)
+from vitrail.attention.metadata import PagedMetadata, VarlenMetadata, Work, paged_metadata
 from vitrail.attention.plan import AttentionPlan, plan
 from vitrail.attention.shape import PAGED, AttentionShape, AttentionSite, Phase
 from vitrail.cache.kv_pool import quantized

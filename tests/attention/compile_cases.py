@@ -6,12 +6,15 @@ Without names: every case, at every page size and with every extra that a site c
 
 import json
 import sys
+import tempfile
 from dataclasses import asdict, replace
+from pathlib import Path
 
 from vitrail.attention.backends.triton import launches
-from vitrail.attention.compile import prove, take
+from vitrail.attention.compile import take
 from vitrail.attention.plan import AttentionPlan, plan
 from vitrail.attention.shape import PAGED, AttentionShape, AttentionSite, Phase
+from vitrail.check.compiled import prove
 from vitrail.config.finding import accept
 from vitrail.config.hardware import Hardware, find
 
@@ -78,7 +81,9 @@ def main() -> None:
         for launch in launches(made):
             got = take(launch, gpu.cc)
             taken[f"{got.kernel} {name}"] = asdict(got)
-    print(json.dumps({"findings": [str(f) for f in prove(plans, gpu)], "taken": taken}))
+    with tempfile.TemporaryDirectory() as folder:
+        found = prove(plans, gpu, Path(folder)).findings
+    print(json.dumps({"findings": [str(f) for f in found], "taken": taken}))
 
 
 if __name__ == "__main__":

@@ -60,7 +60,7 @@ def compared(made: AttentionPlan) -> dict[str, Calls]:
         kernels = fa4.Kernels(Recorder(ours)[None], Recorder(ours)[None])
         names = ("cu_seqlens_q", "cu_seqlens_k", "seqused_k", "page_table")
         lengths = tuple(given.get(name) for name in names)
-        call = fa4.Call(kernels, fa4.WHOLE, fa4.WHOLE, site.causal, lengths)
+        call = fa4.KernelCall(kernels, fa4.WHOLE, fa4.WHOLE, site.causal, lengths)
         tensors = (given["q"], given["k"], given["v"], out, lse)
         fa4._run(made, call, tensors, given.get("learnable_sink"))
     return {"theirs": theirs, "ours": ours}

@@ -9,7 +9,9 @@ import sys
 from dataclasses import asdict, replace
 
 from vitrail.attention.backends.fa4 import launches
-from vitrail.attention.compile_fa4 import judge, take
+from vitrail.attention.compile_fa4 import take
+from vitrail.attention.compile_process import Answer
+from vitrail.attention.cubin import hold
 from vitrail.attention.plan import AttentionPlan, plan_on
 from vitrail.attention.shape import PAGED, AttentionShape, AttentionSite, Phase
 from vitrail.config.hardware import Hardware, find
@@ -69,6 +71,12 @@ def planned(name: str, gpu: Hardware) -> AttentionPlan | list:
     return plan_on("fa4", shape, gpu)
 
 
+def refusals(answer: Answer, made: AttentionPlan, gpu: Hardware) -> list[str]:
+    if isinstance(answer, str):
+        return [answer]
+    return [str(f) for taken in answer for f in hold(taken, made, gpu)]
+
+
 def main() -> None:
     gpu, names = find(sys.argv[1]), sys.argv[2:] or list(CASES)
     plans = {name: made for name in names if isinstance(made := planned(name, gpu), AttentionPlan)}
@@ -85,7 +93,12 @@ def main() -> None:
                 "splits": made.max_splits,
             },
         }
-    findings = [str(f) for f in judge(plans.values(), gpu, results)]
+    findings = [
+        text
+        for made in plans.values()
+        for launch in launches(made)
+        for text in refusals(results[launch], made, gpu)
+    ]
     print(json.dumps({"findings": findings, "cases": shown}))
 
 

@@ -13,10 +13,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.attention.dense_attention import dense, dense_packed, paged
+from tests.attention.packed import varlen_metadata
 from vitrail.attention.backends import fa4
 from vitrail.attention.chunked import attend_chunks
 from vitrail.attention.fa4 import RELEASE, is_before
-from vitrail.attention.metadata import gather_slots, varlen_metadata, with_chunks
+from vitrail.attention.metadata import gather_slots, with_chunks
 from vitrail.attention.plan import (
     CUTLASS_RELEASE,
     AttentionPlan,

@@ -6,10 +6,11 @@ from dense_attention import CPU_DEVICE, close, dense_packed, packed, paged, plan
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.attention.packed import varlen_metadata
 from vitrail.attention.backend import Attended, load_backend
 from vitrail.attention.chunked import attend_chunks
 from vitrail.attention.merge import merge
-from vitrail.attention.metadata import gather_slots, key_slots, varlen_metadata, with_chunks
+from vitrail.attention.metadata import gather_slots, key_slots, with_chunks
 from vitrail.attention.shape import Phase
 
 BACKEND = load_backend("reference")

@@ -9,15 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.attention.padded import padded
 from vitrail.attention.plan import AttentionPlan, plan_on
-from vitrail.attention.records import (
-    DecodeRecords,
-    Records,
-    decode_records,
-    make_records,
-    padded,
-    room,
-)
+from vitrail.attention.records import DecodeRecords, Records, decode_records, make_records, room
 from vitrail.attention.shape import AttentionShape, AttentionSite, Phase
 from vitrail.config.hardware import GPUS, find
 

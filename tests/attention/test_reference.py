@@ -18,8 +18,9 @@ from dense_attention import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.attention.packed import varlen_metadata
 from vitrail.attention.backend import load_backend
-from vitrail.attention.metadata import gather_slots, key_slots, paged_metadata, varlen_metadata
+from vitrail.attention.metadata import gather_slots, key_slots, paged_metadata
 from vitrail.attention.shape import Phase
 from vitrail.check.live_bytes import LiveBytes
 from vitrail.config.finding import Refused

@@ -10,15 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from triton_plans import tiny
 
+from tests.attention.packed import varlen_metadata
 from vitrail.attention.backend import load_backend
 from vitrail.attention.chunked import attend_chunks
-from vitrail.attention.metadata import (
-    WorkCache,
-    gather_slots,
-    key_slots,
-    varlen_metadata,
-    with_chunks,
-)
+from vitrail.attention.metadata import WorkCache, gather_slots, key_slots, with_chunks
 from vitrail.attention.shape import Phase
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs them compiled")

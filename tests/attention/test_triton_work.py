@@ -11,10 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from triton_plans import tiny
 
+from tests.attention.packed import varlen_metadata
+from tests.attention.padded import padded, padded_work
 from vitrail.attention.backend import load_backend
 from vitrail.attention.backends.triton import prepare
-from vitrail.attention.metadata import lengths_of, paged_metadata, varlen_metadata
-from vitrail.attention.records import COMBINE_SPLITS, make_records, padded, records_of
+from vitrail.attention.metadata import lengths_of, paged_metadata
+from vitrail.attention.records import COMBINE_SPLITS, make_records, records_of
 from vitrail.attention.shape import Phase
 from vitrail.config.finding import Refused
 
@@ -173,7 +175,7 @@ def test_records_of_fixed_addresses_serve_other_batches(monkeypatch):
 
     def prepared(lens):
         meta = paged_metadata(8, [1] * 3, lens, table)
-        return meta, prepare(plan, meta, CPU_DEVICE, (plan.max_items, 3))
+        return meta, padded_work(plan, meta, CPU_DEVICE, (plan.max_items, 3))
 
     meta, work = prepared([160, 160, 160])
     meta.work.put(plan, work)

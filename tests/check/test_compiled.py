@@ -89,7 +89,7 @@ def test_another_source_or_compiler_is_another_kernel(
 ) -> None:
     compiler = Compiler()
     run([compiler.job("a")], H200, tmp_path)
-    monkeypatch.setattr(compiled, "_release", lambda name: "99")
+    monkeypatch.setattr(compiled, "release", lambda name: "99")
     run([compiler.job("a")], H200, tmp_path)
     assert compiler.asked == 2
 
@@ -133,7 +133,7 @@ def test_what_does_not_compile_is_found_and_not_remembered(tmp_path: Path) -> No
 
 
 def test_without_compilers_nothing_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiled, "_release", lambda name: None)
+    monkeypatch.setattr(compiled, "release", lambda name: None)
     proof = compiled.prove([planned()], H200)
     assert "triton not installed" in (proof.unknown or "")
     assert compiled.prove([], CPU) == Proof(lines=("nothing to compile",))

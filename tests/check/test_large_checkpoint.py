@@ -62,10 +62,9 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
             continue
         done.add(match)
         row = weight_map.rows[match.row]
-        shapes = tuple(parameters[filled(p, match.holes)].shape for p in row.parameters)
         dtype = "F32" if spec.dtype == "float32" else "BF16"
-        sources = made.setdefault((match.row, shapes), ()) or row.sources(shapes)
-        made[match.row, shapes] = sources
+        sources = made.setdefault((match.row, spec.shape), ()) or row.sources(spec.shape)
+        made[match.row, spec.shape] = sources
         held += [(filled(s.checkpoint, match.holes), s.shape, dtype) for s in sources]
     write_sparse(folder, held)
     return folder

@@ -6,10 +6,12 @@ import pytest
 import torch
 
 from tests.attention.dense_attention import dense, dense_packed, paged
+from tests.attention.packed import varlen_metadata
+from tests.attention.padded import padded_work
 from vitrail.attention.backend import UNSCALED, load_backend
 from vitrail.attention.fa4 import RELEASE
 from vitrail.attention.installed import releases
-from vitrail.attention.metadata import PagedMetadata, paged_metadata, varlen_metadata
+from vitrail.attention.metadata import PagedMetadata, paged_metadata
 from vitrail.attention.plan import DISTRIBUTIONS, AttentionPlan, plan
 from vitrail.attention.shape import PAGED, AttentionShape, AttentionSite, Phase
 from vitrail.cache.kv_pool import dequantized, quantized
@@ -382,8 +384,6 @@ def test_d14_no_nan_at_any_length(batch, kernels):
 @pytest.mark.parametrize("kernels", ["triton", "cute"])
 def test_a_graph_serves_other_lengths_by_its_records(kernels):
     """Captured once with room for all, replayed with the records of other batches."""
-    from vitrail.attention.backends.triton import prepare
-
     where = site(32, 8, 128, 128)
     batch, pages, longest = 4, 160, 2560
     pool_k, pool_v = (torch.randn(700, 16, 8, 128, device=CUDA).bfloat16() for _ in "kv")
@@ -393,7 +393,7 @@ def test_a_graph_serves_other_lengths_by_its_records(kernels):
 
     def records(lens):
         meta = paged_metadata(16, [1] * batch, lens, table)
-        return meta, prepare(made, meta, CUDA, (made.max_items, batch))
+        return meta, padded_work(made, meta, CUDA, (made.max_items, batch))
 
     meta, work = records([longest] * batch)
     meta.work.put(made, work)

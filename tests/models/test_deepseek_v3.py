@@ -130,16 +130,16 @@ def test_ranks_share_the_heads_and_each_make_whole_cache_rows(ranks: int) -> Non
     """Five heads; the matrix of queries and latents, cut."""
     config = read_config(DEEPSEEK, {})
     assert not isinstance(config, list)
-    (row,) = (r for r in weight_map(config).rows if any("qkv_a_proj" in p for p in r.parameters))
+    (row,) = (r for r in weight_map(config).rows if "qkv_a_proj" in r.parameter)
     with torch.device("meta"):
-        whole = dict(build(config, "float32").named_parameters())[row.parameters[0].format(layer=1)]
+        whole = dict(build(config, "float32").named_parameters())[row.parameter.format(layer=1)]
     text = config.text
     queries, latent = text.num_heads * text.head_dim, 17 + 6
     assert whole.shape == (queries + latent, text.hidden_size)
     kept: list[int] = []
     for rank in range(ranks):
         layout = Layout(rank=rank, size=ranks)
-        cut = row.rules[0].cut("qkv_a", tuple(whole.shape), (queries, latent), layout)
+        cut = row.shard.cut("qkv_a", tuple(whole.shape), (queries, latent), layout)
         assert not isinstance(cut, Finding)
         rows = [r for span in cut.spans for r in range(span.start, span.stop)]
         assert cut.shape == (len(rows), text.hidden_size)
@@ -151,7 +151,7 @@ def test_ranks_share_the_heads_and_each_make_whole_cache_rows(ranks: int) -> Non
 def test_a_layout_that_splits_a_head_is_refused() -> None:
     config = read_config(DEEPSEEK, {})
     assert not isinstance(config, list)
-    (row,) = (r for r in weight_map(config).rows if any("qkv_a_proj" in p for p in r.parameters))
-    found = row.rules[0].cut("qkv_a", (98, 40), (75, 23), Layout(rank=0, size=2))
+    (row,) = (r for r in weight_map(config).rows if "qkv_a_proj" in r.parameter)
+    found = row.shard.cut("qkv_a", (98, 40), (75, 23), Layout(rank=0, size=2))
     assert isinstance(found, Finding)
     assert "5 units of 15" in found.saw

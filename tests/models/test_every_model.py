@@ -13,13 +13,13 @@ from torch import Tensor
 
 from tests.models.cases import CASES, Case
 from tests.models.driver import Driver, Running, image_plans, read_folder, resolve_folder
+from tests.weights.write import write_checkpoint
 from vitrail.cache.spec import LatentKv, LayerSpec
 from vitrail.config.finding import accept
 from vitrail.config.model import KvScales, ModelConfig
 from vitrail.models.interface import ImageModel, ImageShape, Model
 from vitrail.models.registry import ARCHITECTURES, load_entry
 from vitrail.weights.load import load, parameters_of
-from vitrail.weights.write import write_checkpoint
 
 LENGTH = 29
 STD = 0.2  # large enough for layers to matter to the logits

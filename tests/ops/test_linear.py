@@ -6,7 +6,7 @@ import torch
 from tests.ops.kernels import interpreted
 from vitrail.ops.linear import fixed, fused
 from vitrail.ops.linear.naive import add_norm_linear, linear, scores
-from vitrail.ops.linear.table import MAX_TURNS, THREAD_VALUES, Way, fixed_way, way
+from vitrail.ops.linear.table import THREAD_VALUES, TURNS, Way, fixed_way, way
 
 EPS = 1e-5
 WAYS = [Way(2, 64, 1), Way(8, 64, 4)]
@@ -93,7 +93,7 @@ def test_a_way_is_one_that_the_kernel_can_go(normed: bool) -> None:
                 got = way(tokens, outputs, channels, normed)
                 if got is None:
                     continue
-                assert 1 <= tokens <= MAX_TURNS
+                assert 1 <= tokens <= TURNS[-1][0]
                 assert got.channels & (got.channels - 1) == got.outputs & (got.outputs - 1) == 0
                 assert got.channels >= channels
                 held = got.outputs * got.channels // (32 * got.warps)

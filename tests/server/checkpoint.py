@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 from tests.models.cases import KIMI_VL, TEXT
+from tests.weights.write import write_checkpoint
 from vitrail.config.finding import accept
 from vitrail.models.registry import load_entry
 from vitrail.weights.load import parameters_of
-from vitrail.weights.write import write_checkpoint
 
 TESTS = Path(__file__).parents[1]
 TOKENIZER = TESTS / "golden" / "tokenizer_kimi"

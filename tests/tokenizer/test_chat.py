@@ -6,6 +6,7 @@ from hostile_text import IMAGE, hostile
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.tokenizer.with_specials import encode_with_specials
 from vitrail.config.finding import Refused
 from vitrail.tokenizer.chat import ChatOptions, ChatTemplate, Rendered
 from vitrail.tokenizer.messages import ImagePart, Message, TextPart, ToolCall
@@ -50,7 +51,7 @@ def test_a_plain_conversation_is_the_published_text(render, kimi: Tokenizer):
         "<|im_assistant|>assistant<|im_middle|>"
     )
     assert rendered.text == text
-    assert list(rendered.token_ids) == kimi.encode_with_specials(text)
+    assert list(rendered.token_ids) == encode_with_specials(kimi, text)
     assert rendered.image_slots == (rendered.token_ids.index(444),)
     assert render(*turns, add_generation_prompt=False).text + text[-len(OPENING) :] == text
 

@@ -8,14 +8,7 @@ from hypothesis import strategies as st
 
 from vitrail.config.finding import Refused
 from vitrail.config.model import PatchRules
-from vitrail.vision.preprocess import (
-    Normalisation,
-    from_patches,
-    normalise,
-    pad,
-    patchify,
-    resize,
-)
+from vitrail.vision.preprocess import from_patches, pad, patchify, resize
 
 EXAMPLES = settings(max_examples=50, derandomize=True, deadline=None)
 SIDES = st.integers(1, 7)
@@ -58,16 +51,6 @@ def test_resize_keeps_its_axes_and_the_same_size_untouched() -> None:
     assert got.shape == (10, 30, 3)
     assert got[:3].max() == 0
     assert got[-3:].min() == 255
-
-
-def test_normalise_is_its_formula_per_channel() -> None:
-    how = Normalisation(mean=(0.5, 0.25, 0.1), std=(0.5, 0.3, 2.0))
-    patches = patchify(noise(6, 9), 3)
-    samples = patches.reshape(-1, 3, 9).astype(np.float64) / 255
-    want = (samples - np.array(how.mean)[:, None]) / np.array(how.std)[:, None]
-    got = normalise(patches, how)
-    assert got.dtype == np.float32
-    assert np.abs(got - want.reshape(got.shape)).max() < 1e-6
 
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.float32, np.float64, np.float16])

@@ -30,8 +30,9 @@ from toy_vlm import (
     toy,
 )
 
+from tests.weights import write
 from vitrail.config.finding import Refused
-from vitrail.weights import load, plan, write
+from vitrail.weights import load, plan
 from vitrail.weights.mapping import Copy, Fuse, WeightMap
 from vitrail.weights.sharding import Layout, Segment, Shard
 
@@ -136,7 +137,7 @@ def share(name: str, tensor: Tensor, layout: Layout) -> Tensor:
         return torch.cat([cut(q), k, v])
     if name.endswith("gate_up"):
         return torch.cat([cut(half, 1) for half in tensor.split(INTER, 1)], 1)
-    dims = {"out.weight": 1, "down": 2, "key_up": 0, "value_up": 0, "embed.weight": 0}
+    dims = {"out.weight": 1, "down": 2, "kv_up": 0, "embed.weight": 0}
     dims["head.weight"] = 0
     for ending, dim in dims.items():
         if name.endswith(ending):

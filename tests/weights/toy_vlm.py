@@ -16,10 +16,11 @@ from vitrail.weights.mapping import (
     Flatten,
     Fuse,
     Ignore,
-    Split,
+    Piece,
+    Source,
     Tie,
-    Transpose,
     WeightMap,
+    whole,
 )
 from vitrail.weights.sharding import SINGLE, Layout, Segment, Shard
 
@@ -29,14 +30,21 @@ HEADS, KV_HEADS, QK, V = 4, 2, 3, 5  # heads; rows of a q or k head, of a v head
 VISION = 7
 
 
+class Transpose(Copy):
+    """A tensor whose elements lie in another order than the parameter's: its dims swapped."""
+
+    def sources(self, shape: tuple[int, ...]) -> tuple[Source, ...]:
+        stored = shape[::-1]
+        return (Source(self.checkpoint, stored, (Piece(whole(stored), whole(shape), (1, 0)),)),)
+
+
 class Layer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         rows = HEADS * QK + KV_HEADS * (QK + V)
         self.qkv = nn.Linear(HIDDEN, rows, bias=False)
         self.out = nn.Linear(HEADS * V, HIDDEN, bias=False)
-        self.key_up = nn.Parameter(torch.empty(HEADS * QK, 6))
-        self.value_up = nn.Parameter(torch.empty(HEADS * V, 6))
+        self.kv_up = nn.Parameter(torch.empty(HEADS * (QK + V), 6))
         self.gate_up = nn.Parameter(torch.empty(EXPERTS, 2 * INTER, HIDDEN))
         self.down = nn.Parameter(torch.empty(EXPERTS, HIDDEN, INTER))
         self.router_bias = nn.Parameter(torch.empty(EXPERTS, dtype=torch.float32))
@@ -77,10 +85,6 @@ _QKV = Shard(
 )
 
 
-def heads(width: int) -> Shard:
-    return Shard(dim=0, segments=(Segment(units=HEADS, width=width),))
-
-
 HEAD = Copy("lm.lm_head.weight", "head.weight", Shard(dim=0))
 ROWS = (
     Copy("lm.model.embed.weight", "embed.weight", Shard(dim=0)),
@@ -91,11 +95,10 @@ ROWS = (
         shard=_QKV,
     ),
     Copy("lm.model.layers.{layer}.attn.o_proj.weight", "layers.{layer}.out.weight", Shard(dim=1)),
-    Split(
-        checkpoint="lm.model.layers.{layer}.attn.kv_b.weight",
-        parameters=("layers.{layer}.key_up", "layers.{layer}.value_up"),
-        groups=HEADS,
-        shards=(heads(QK), heads(V)),
+    Copy(
+        "lm.model.layers.{layer}.attn.kv_b.weight",
+        "layers.{layer}.kv_up",
+        Shard(dim=0, segments=(Segment(units=HEADS, width=QK + V),)),
     ),
     Experts(
         checkpoints=(
@@ -185,9 +188,7 @@ def meant(stored: dict[str, Tensor]) -> dict[str, Tensor]:
         at, to = f"lm.model.layers.{layer}", f"layers.{layer}"
         found[f"{to}.qkv.weight"] = torch.cat([stored[f"{at}.attn.{x}_proj.weight"] for x in "qkv"])
         found[f"{to}.out.weight"] = stored[f"{at}.attn.o_proj.weight"]
-        per_head = stored[f"{at}.attn.kv_b.weight"].unflatten(0, (HEADS, QK + V))
-        found[f"{to}.key_up"] = per_head[:, :QK].flatten(0, 1)
-        found[f"{to}.value_up"] = per_head[:, QK:].flatten(0, 1)
+        found[f"{to}.kv_up"] = stored[f"{at}.attn.kv_b.weight"]
         each = [
             {x: stored[f"{at}.experts.{e}.{x}.weight"] for x in ("gate", "up", "down")}
             for e in range(EXPERTS)

@@ -3,15 +3,17 @@
 Legend: T packed queries, S packed keys, H query heads, K key heads, D head_dim, E head_dim_v,
 N pages, P page size, C latent rank + rotary channels, R latent rank."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from functools import cache
 from importlib import import_module
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Float
 from torch import Tensor
 
+from vitrail.attention.call import Call
 from vitrail.attention.metadata import PagedMetadata, VarlenMetadata
 from vitrail.attention.plan import BACKENDS, AttentionPlan
 from vitrail.attention.records import Lengths
@@ -40,15 +42,19 @@ class Sent(NamedTuple):
     place: Callable[[Any, Sequence[Tensor]], object]
 
 
-@runtime_checkable
-class AttentionBackend(Protocol):
-    """Runs plans that name it. Every element of the result is written; nothing past a length is
-    read; nothing is asked of the device."""
+class AttentionBackend(ABC):
+    """Runs plans that name it, all by `attend`; the layers call what says how their keys lie. Every
+    element of the result is written; nothing past a length is read; nothing is asked of the device.
+    Stateless."""
 
     def pack(self, plan: AttentionPlan, lengths: Lengths) -> Sent | None:
         """The work of a batch, for whoever sends it with other numbers; without it (None: ever) it
         is made by the first layer that runs. `place` puts nothing into the metadata."""
-        ...
+        return None
+
+    @abstractmethod
+    def attend(self, call: Call) -> Attended:
+        """The call's result."""
 
     def varlen(
         self,
@@ -60,7 +66,7 @@ class AttentionBackend(Protocol):
         sink_H: Float[Tensor, "H"] | None = None,
     ) -> Attended:
         """Encode and prefill phases: packed queries against packed keys."""
-        ...
+        return self.attend(Call(plan, q_THD, k_SKD, v_SKE, meta, sink_H, UNSCALED))
 
     def paged(
         self,
@@ -74,7 +80,7 @@ class AttentionBackend(Protocol):
     ) -> Attended:
         """Extend and decode phases: keys and values in pages (any strides), stored as the plan's
         `kv_dtype`; `scales`: what the stored ones are multiplied by."""
-        ...
+        return self.attend(Call(plan, q_THD, k_NPKD, v_NPKE, meta, sink_H, scales))
 
     def latent(
         self,
@@ -86,10 +92,13 @@ class AttentionBackend(Protocol):
     ) -> Attended:
         """Extend and decode over latent pages: out is in latent space, [T, H, R]. A row has one
         scale: `scales.k` and `scales.v` are equal."""
-        ...
+        assert scales.k == scales.v, f"{scales} of rows that are keys and values at once"
+        rows_NP1C = cache_NPC[:, :, None]
+        values_NP1R = rows_NP1C[..., : plan.shape.site.latent_rank]
+        return self.attend(Call(plan, q_THC, rows_NP1C, values_NP1R, meta, None, scales))
 
 
 @cache
 def load_backend(name: str) -> AttentionBackend:
-    """`BACKEND` of the module that `BACKENDS` gives for a plan's `backend`; it has no state."""
+    """`BACKEND` of the module that `BACKENDS` gives for a plan's `backend`."""
     return import_module(_MODULES[name]).BACKEND

@@ -1,18 +1,34 @@
-"""What must hold of a call that a kernel backend is asked to run: it is the one that was planned.
+"""A call of a backend, and what must hold of it: it is the one that was planned.
 The tensors are checked in every layer, the lengths once a batch, when its work is made."""
+
+from typing import NamedTuple
 
 from torch import Tensor
 
 from vitrail.attention.metadata import PagedMetadata, VarlenMetadata
 from vitrail.attention.plan import AttentionPlan
+from vitrail.config.model import KvScales
 
 WIDE_BYTES = 16  # what a wide copy moves
 
 
-def check_tensors(
-    plan: AttentionPlan, q_THD: Tensor, k: Tensor, v: Tensor, sink_H: Tensor | None
-) -> None:
-    """`k`, `v`: [N, P, K, D] where paged, else [S, K, D]."""
+class Call(NamedTuple):
+    """What a layer asks for. `k`, `v`: [N, P, K, D] and [N, P, K, E] where paged, else [S, K, D]
+    and [S, K, E]. Of latent rows `k` is whole rows and `v` their first channels. `scales`: what
+    stored keys and values are multiplied by."""
+
+    plan: AttentionPlan
+    q_THD: Tensor
+    k: Tensor
+    v: Tensor
+    meta: VarlenMetadata | PagedMetadata
+    sink_H: Tensor | None
+    scales: KvScales
+
+
+def check_tensors(call: Call) -> None:
+    """They are those that were planned."""
+    plan, q_THD, k, v, _, sink_H, _ = call
     shape, site = plan.shape, plan.shape.site
     page = () if shape.page_size is None else (shape.page_size,)
     stored = shape.kv_dtype or shape.dtype

@@ -1,29 +1,14 @@
-"""Our CuTe kernels compiled for a GPU that is not here (`compile_process`). Registers, stack and
-threads are read from the binary, shared memory from the launch in the compiled host code."""
+"""Our CuTe kernels compiled for a GPU that is not here (`compile_process`)."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import asdict
 from typing import Any
 
-from vitrail.attention.compile_process import Answer, ask, launch_smem_bytes, refused, serve
-from vitrail.attention.cubin import Taken, hold, read_cubin, read_threads
+from vitrail.attention.compile_process import Answer, ask, serve, taken
+from vitrail.attention.cubin import Taken
 from vitrail.attention.decode_spec import Spec, spec
 from vitrail.attention.plan import AttentionPlan
-from vitrail.config.finding import Finding
 from vitrail.config.hardware import Hardware
-
-
-def prove(plans: Iterable[AttentionPlan], gpu: Hardware) -> Iterator[Finding]:
-    """What exceeds its plan or does not compile, of those `plans` that are this backend's."""
-    mine = [plan for plan in plans if plan.backend == "cute"]
-    answers = take(mine, gpu) if mine else {}
-    for plan in mine:
-        answer = answers[spec(plan)]
-        if isinstance(answer, str):
-            yield refused(plan, gpu, "nvidia-cutlass-dsl", answer)
-            continue
-        for taken in answer:
-            yield from hold(taken, plan, gpu)
 
 
 def take(plans: Iterable[AttentionPlan], gpu: Hardware) -> dict[Spec, Answer]:
@@ -36,18 +21,7 @@ def take(plans: Iterable[AttentionPlan], gpu: Hardware) -> dict[Spec, Answer]:
 def _take(question: dict[str, Any]) -> list[Taken]:
     from vitrail.attention.backends.cute import compiled
 
-    kernel: Any = compiled(Spec(**question))
-    registers, stack_bytes = read_cubin(kernel.__cubin__)
-    return [
-        Taken(
-            kernel="decode_sm90",
-            cc=90,
-            num_warps=read_threads(kernel.__cubin__) // 32,
-            registers=registers,
-            stack_bytes=stack_bytes,
-            smem_bytes=launch_smem_bytes(str(kernel.ir_module)),
-        )
-    ]
+    return [taken("decode_sm90", compiled(Spec(**question)), 90)]
 
 
 if __name__ == "__main__":

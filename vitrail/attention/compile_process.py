@@ -11,10 +11,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
-from vitrail.attention.cubin import Taken
-from vitrail.attention.plan import AttentionPlan
-from vitrail.config.finding import Finding
-from vitrail.config.hardware import Hardware
+from vitrail.attention.cubin import Taken, read_cubin, read_threads
 
 Answer = list[Taken] | str
 # A launch in the compiled host code: grid, block, bytes of shared memory, stream, attributes.
@@ -58,6 +55,20 @@ def serve(take: Callable[[dict[str, Any]], list[Taken]]) -> None:
         print(json.dumps(answer), file=answers, flush=True)
 
 
+def taken(name: str, kernel: Any, cc: int) -> Taken:
+    """Of a kernel that CuTe DSL compiled: registers, stack and threads are read from the binary,
+    shared memory from the launch in the compiled host code."""
+    registers, stack_bytes = read_cubin(kernel.__cubin__)
+    return Taken(
+        kernel=name,
+        cc=cc,
+        num_warps=read_threads(kernel.__cubin__) // 32,
+        registers=registers,
+        stack_bytes=stack_bytes,
+        smem_bytes=launch_smem_bytes(str(kernel.ir_module)),
+    )
+
+
 def launch_smem_bytes(host_code: str) -> int:
     """Bytes of shared memory that a kernel is launched with, of the one launch in its host code.
     Raises `ValueError` where there is none."""
@@ -69,16 +80,3 @@ def launch_smem_bytes(host_code: str) -> int:
     if not values:
         raise ValueError(f"a launch whose shared memory {found[2]} is no constant")
     return int(values[-1])
-
-
-def refused(plan: AttentionPlan, gpu: Hardware, compiler: str, error: str) -> Finding:
-    site = plan.shape.site
-    return Finding(
-        where=f"attention {plan.shape.phase}: {compiler} on {gpu.name}",
-        saw=f"{error} for tiles of {plan.tile_m} x {plan.tile_n}, heads of {site.head_dim} and "
-        f"{site.head_dim_v}, {site.num_q_heads} to {site.num_kv_heads}, pages of "
-        f"{plan.shape.page_size or 0}, {plan.max_splits} splits",
-        rule="every kernel that a plan names compiles for its GPU",
-        change="install the release that this backend is tested with, or report this plan",
-        code="compile_failed",
-    )

@@ -5,7 +5,7 @@ Its splits are even shares of every sequence, not work items of ours. Latent row
 them its host chooses among several kernels by numbers that a plan does not hold."""
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from vitrail.attention.legality import Rule
 from vitrail.attention.tiles import (
@@ -259,87 +259,76 @@ def _is_hd256(f: Facts) -> Num:
     return is_datacenter_blackwell(f) & (f.dim == 256)
 
 
-def _rule(
-    name: str,
-    field: str,
-    holds: Callable[[Facts, Choice], Num],
-    saw: str,
-    rule: str,
-    change: str,
-) -> Rule:
-    return Rule(f"fa4_{name}", field, holds, saw, rule, change)
-
-
 _HEADS = "head_dim {f.dim} and {f.dim_v}"
 _OTHER = "use the triton backend"
 
 FA4_RULES: tuple[Rule, ...] = (
-    _rule(
-        "arch",
+    Rule(
+        "fa4_arch",
         "gpu",
         lambda f, c: (f.cc >= 80) & (f.cc < 120),
         "compute capability {f.cc}",
         "80 to 119",
         _OTHER,
     ),
-    _rule(
-        "dtype",
+    Rule(
+        "fa4_dtype",
         "dtype",
         lambda f, c: (f.half == 1) & (f.kv_bytes == f.q_bytes),
         "queries of {f.q_bytes} bytes, keys of {f.kv_bytes}",
         "bfloat16 or float16, queries, keys and values alike",
         _OTHER,
     ),
-    _rule(
-        "alignment",
+    Rule(
+        "fa4_alignment",
         "head_dim",
         lambda f, c: (f.dim % 8 == 0) & (f.dim_v % 8 == 0),
         _HEADS,
         "multiples of 8",
         _OTHER,
     ),
-    _rule(
-        "dims_ampere",
+    Rule(
+        "fa4_dims_ampere",
         "head_dim",
         lambda f, c: (f.cc >= 90) | ((f.dim <= 256) & (f.dim_v <= 256)),
         _HEADS,
         "at most 256 before compute capability 90",
         _OTHER,
     ),
-    _rule(
-        "dims_hopper",
+    Rule(
+        "fa4_dims_hopper",
         "head_dim",
         lambda f, c: (is_hopper(f) == 0) | _dims_of_hopper(f),
         _HEADS,
         "8 to 256",
         _OTHER,
     ),
-    _rule(
-        "dims_blackwell",
+    Rule(
+        "fa4_dims_blackwell",
         "head_dim",
         lambda f, c: (is_datacenter_blackwell(f) == 0) | _dims_of_blackwell(f),
         _HEADS,
         "8 to 128, (192, 128) or (256, 256)",
         _OTHER,
     ),
-    _rule(
-        "paged_ampere",
+    Rule(
+        "fa4_paged_ampere",
         "page_size",
         lambda f, c: (f.cc >= 90) | (f.paged == 0),
         "pages of {f.page} on compute capability {f.cc}",
         "no pages before 90",
         _OTHER,
     ),
-    _rule(
-        "paged_dims",
+    Rule(
+        "fa4_paged_dims",
         "head_dim",
         lambda f, c: (f.paged == 0) | ((f.dim % 16 == 0) & (f.dim_v % 16 == 0)),
         _HEADS + ", in pages",
         "multiples of 16 where keys are paged",
         _OTHER,
     ),
-    _rule(
-        "bulk_page",
+    Rule(
+        "fa4_bulk_page",
         "page_size",
         lambda f, c: (c.loader != BY_BULK) | (f.paged == 0) | (f.page == c.tile_n),
         "a bulk copy of tiles of {c.tile_n} keys from pages of {f.page}",
@@ -347,56 +336,56 @@ FA4_RULES: tuple[Rule, ...] = (
         "use a page size of {c.tile_n}",
     ),
     # Seen on an H200: NaN behind the last key of a page of 128 made every output NaN.
-    _rule(
-        "tail",
+    Rule(
+        "fa4_tail",
         "page_size",
         lambda f, c: (is_hopper(f) == 0) | (f.paged == 0) | (c.loader != BY_BULK),
         "tiles of {c.tile_n} keys by bulk copy from pages of {f.page}",
         "nothing past the last key is read: a weight of zero does not silence a NaN there",
         "use a page size other than {c.tile_n}, or another backend",
     ),
-    _rule(
-        "tile_kept",
+    Rule(
+        "fa4_tile_kept",
         "max_kv_len",
         lambda f, c: (c.tile_m == tile(f)[0]) & (c.tile_n == tile(f)[1]),
         "a tile of {c.tile_m} x {c.tile_n}",
         "the tile of this architecture and head, whatever is decided later",
         "report this plan",
     ),
-    _rule(
-        "bulk_kept",
+    Rule(
+        "fa4_bulk_kept",
         "page_size",
         lambda f, c: (is_bulk(f, tile(f)[1]) == 0) | (c.loader == BY_BULK),
         "tiles of {c.tile_n} keys copied row by row from pages of {f.page}",
         "what can come by bulk copy does",
         "report this plan",
     ),
-    _rule(
-        "split_arch",
+    Rule(
+        "fa4_split_arch",
         "max_kv_len",
         lambda f, c: (c.max_splits == 1) | is_datacenter_blackwell(f),
         "{c.max_splits} splits on compute capability {f.cc}",
         "splits on 100 to 119 alone",
         _OTHER,
     ),
-    _rule(
-        "split_unequal",
+    Rule(
+        "fa4_split_unequal",
         "head_dim",
         lambda f, c: (c.max_splits == 1) | (f.dim == f.dim_v),
         "{c.max_splits} splits of {f.q_len} queries of {f.q_heads} heads, " + _HEADS,
         "unequal heads are not split: the key tile would halve",
         _OTHER,
     ),
-    _rule(
-        "hd256",
+    Rule(
+        "fa4_hd256",
         "head_dim",
         lambda f, c: (_is_hd256(f) == 0) | ((f.softcap == 0) & (f.sink == 0) & (f.paged == 0)),
         _HEADS + ", softcap {f.softcap}, sink {f.sink}, pages of {f.page}",
         "heads of 256 have no softcap, sink or pages of sequences of several lengths",
         _OTHER,
     ),
-    _rule(
-        "hd256_pair",
+    Rule(
+        "fa4_hd256_pair",
         "max_q_len",
         lambda f, c: (
             (_is_hd256(f) == 0)
@@ -409,16 +398,16 @@ FA4_RULES: tuple[Rule, ...] = (
         "a pair of SMs has more than one tile of 128 rows, of whole groups: else its host chooses",
         _OTHER,
     ),
-    _rule(
-        "latent",
+    Rule(
+        "fa4_latent",
         "latent_rank",
         lambda f, c: f.latent == 0,
         "latent rank {f.latent}",
         "keys and values a head: its latent kernels are not planned",
         _OTHER,
     ),
-    _rule(
-        "sink",
+    Rule(
+        "fa4_sink",
         "sink",
         lambda f, c: (f.sink == 0) | (f.cc >= 90),
         "a sink, compute capability {f.cc}",

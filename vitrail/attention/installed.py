@@ -6,12 +6,15 @@ from importlib.metadata import PackageNotFoundError, version
 from vitrail.attention.plan import DISTRIBUTIONS
 
 
+def release(distribution: str) -> str | None:
+    """Of a distribution; None where it is not installed."""
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return None
+
+
 def releases() -> dict[str, str]:
     """Release by backend, of those that are installed."""
-    found: dict[str, str] = {}
-    for name, distribution in DISTRIBUTIONS.items():
-        try:
-            found[name] = version(distribution)
-        except PackageNotFoundError:
-            continue
-    return found
+    found = {name: release(distribution) for name, distribution in DISTRIBUTIONS.items()}
+    return {name: each for name, each in found.items() if each is not None}

@@ -236,17 +236,6 @@ def _candidates(smallest: int, longest: int, whole: int) -> Ints:
     return sizes[sizes >= smallest]
 
 
-def padded(records: Records, num_items: int, num_combines: int) -> Records:
-    """The same work in records of a fixed number, the rest of them empty."""
-    assert len(records.items) <= num_items, f"{len(records.items)} items, room for {num_items}"
-    assert len(records.combines) <= num_combines, f"{len(records.combines)} of {num_combines}"
-    items = np.zeros((num_items, ITEM_FIELDS), np.int32)
-    items[: len(records.items)] = records.items
-    combines = np.zeros((num_combines, COMBINE_FIELDS), np.int32)
-    combines[: len(records.combines)] = records.combines
-    return Records(items, combines, records.slots)
-
-
 def _repeated(counts: Ints) -> tuple[Ints, Ints]:
     """For counts [2, 0, 3]: owners [0, 0, 2, 2, 2], each the nth [0, 1, 0, 1, 2] of its own."""
     owner = np.repeat(np.arange(len(counts)), counts)

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from vitrail.attention.shape import PAGED, AttentionShape
 from vitrail.config.hardware import Hardware
+from vitrail.config.model import ITEM_BYTES
 
 # An int, or an array of them.
 Num = int
@@ -116,14 +117,11 @@ def facts(shape: AttentionShape, gpu: Hardware) -> Facts:
         -1 if site.window is None else site.window,
         site.sink,
         site.softcap is not None,
-        DTYPE_BYTES[dtype],
-        DTYPE_BYTES[shape.kv_dtype or dtype],
+        ITEM_BYTES[dtype],
+        ITEM_BYTES[shape.kv_dtype or dtype],
         dtype != "float32",
         shape.batch_invariant,
     )
-
-
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
 
 
 def where(truth: Num, a: Num, b: Num) -> Num:

@@ -15,7 +15,7 @@ import pybase64
 from vitrail.bench.http import Address, HttpFailed, connect, fetch, request
 from vitrail.bench.record import Record
 from vitrail.bench.workload import Arrivals, Closed, Item, Noise, conversation
-from vitrail.config.finding import Finding, Refused
+from vitrail.config.finding import Refused
 
 MAX_BODIES_BYTES = 16 << 30  # of a run's requests, which are made before it begins
 MAX_ERROR_CHARS = 300
@@ -51,14 +51,12 @@ async def served_model(where: Address, api_key: str | None) -> str:
         saw = str(error)
     except (msgspec.DecodeError, LookupError, TypeError) as error:
         saw = f"an answer of another form ({error})"
-    raise Refused(
-        Finding(
-            where=f"{where.host}:{where.port}/v1/models",
-            saw=saw,
-            rule="a running server names its models",
-            change="start it, or correct the URL or VITRAIL_API_KEY",
-            code="no_server",
-        )
+    raise Refused.because(
+        where=f"{where.host}:{where.port}/v1/models",
+        saw=saw,
+        rule="a running server names its models",
+        change="start it, or correct the URL or VITRAIL_API_KEY",
+        code="no_server",
     )
 
 
@@ -67,13 +65,11 @@ def calls(target: Target, items: Sequence[Item]) -> list[Call]:
     `Refused` where they would not fit in memory."""
     pixels = sum(p.height * p.width for item in items for p in item.pictures)
     if 4 * pixels > MAX_BODIES_BYTES:
-        raise Refused(
-            Finding(
-                where="requests",
-                saw=f"{len(items)} requests with pictures of {4 * pixels} bytes in all",
-                rule=f"the requests of a run are made before it: at most {MAX_BODIES_BYTES} bytes",
-                change="ask for fewer requests, or fewer or smaller pictures",
-            )
+        raise Refused.because(
+            where="requests",
+            saw=f"{len(items)} requests with pictures of {4 * pixels} bytes in all",
+            rule=f"the requests of a run are made before it: at most {MAX_BODIES_BYTES} bytes",
+            change="ask for fewer requests, or fewer or smaller pictures",
         )
     count = Counter(p for item in items for p in item.pictures)
     shared = {p: _picture(p) for p, times in count.items() if times > 1}

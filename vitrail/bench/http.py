@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
-from vitrail.config.finding import Finding, Refused
+from vitrail.config.finding import Refused
 
 MAX_HEAD = 1 << 16
 MAX_SIZE_LINE = 1 << 10
@@ -38,13 +38,11 @@ def address(url: str) -> Address:
     except ValueError:
         parts, port = urlsplit(""), 0
     if parts.scheme not in ("http", "https") or not parts.hostname or parts.query:
-        raise Refused(
-            Finding(
-                where="url",
-                saw=repr(url),
-                rule="http://HOST:PORT, or https",
-                change="give the server's address, for example http://127.0.0.1:8000",
-            )
+        raise Refused.because(
+            where="url",
+            saw=repr(url),
+            rule="http://HOST:PORT, or https",
+            change="give the server's address, for example http://127.0.0.1:8000",
         )
     base = parts.path.rstrip("/").removesuffix("/v1")
     return Address(parts.hostname, port, parts.scheme == "https", base)

@@ -21,7 +21,7 @@ from vitrail.bench.report import (
 from vitrail.bench.serve import Run, Work
 from vitrail.bench.workload import Arrivals, Closed, Item, Lines, Workload, conversation
 from vitrail.config.engine import EngineConfig
-from vitrail.config.finding import Finding, Refused
+from vitrail.config.finding import Refused
 from vitrail.engine.ipc import ProfileWindow
 from vitrail.engine.llm import LLM, AnyPrompt
 from vitrail.engine.profile import profiled
@@ -77,13 +77,11 @@ def fitting(llm: LLM, workload: Workload) -> Workload:
     low, high = workload.ids
     vocab = llm.preparer.facts.vocab_size
     if low >= vocab:
-        raise Refused(
-            Finding(
-                where="--ids",
-                saw=f"{low}:{high}",
-                rule=f"some ids are below the vocabulary's {vocab}",
-                change=f"pass --ids 0:{vocab}",
-            )
+        raise Refused.because(
+            where="--ids",
+            saw=f"{low}:{high}",
+            rule=f"some ids are below the vocabulary's {vocab}",
+            change=f"pass --ids 0:{vocab}",
         )
     return replace(workload, ids=(low, min(high, vocab)))
 

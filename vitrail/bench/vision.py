@@ -16,11 +16,11 @@ from vitrail.bench.record import Spread, spread
 from vitrail.bench.workload import parse_size
 from vitrail.config.engine import EngineConfig
 from vitrail.config.finding import Finding, Refused
+from vitrail.config.model import CHANNELS
 from vitrail.engine.step import EncodeJob
 from vitrail.engine.tower_alone import Tower, build_tower
 from vitrail.models.assets import load_assets
 from vitrail.models.checkpoint import open_checkpoint
-from vitrail.vision.moonvit import CHANNELS
 from vitrail.vision.preprocess import ImageGrid, ImageProcessor
 
 WARM_UP = 3
@@ -65,13 +65,11 @@ def parse_mix(text: str) -> Mix:
     for part in text.split(","):
         found = _PART.fullmatch(part.strip())
         if found is None or found[1] == "0":
-            raise Refused(
-                Finding(
-                    where="--mix",
-                    saw=repr(part),
-                    rule="COUNT*WIDTHxHEIGHT or WIDTHxHEIGHT, joined by commas",
-                    change="for example 8*1024x1024 or 224x224,640x480",
-                )
+            raise Refused.because(
+                where="--mix",
+                saw=repr(part),
+                rule="COUNT*WIDTHxHEIGHT or WIDTHxHEIGHT, joined by commas",
+                change="for example 8*1024x1024 or 224x224,640x480",
             )
         sizes += [parse_size(found[2], "--mix")] * int(found[1] or 1)
     return Mix(text=text, sizes=tuple(sizes))
@@ -82,13 +80,11 @@ def bench_vision(config: EngineConfig, mixes: Sequence[Mix], runs: int, out: Pat
     checkpoint = open_checkpoint(config.model, config.revision)
     processor = load_assets(checkpoint).processor
     if processor is None:
-        raise Refused(
-            Finding(
-                where="--model",
-                saw=f"{config.model} has no preprocessor_config.json that it reads",
-                rule="a vision model's processor says what patches a picture makes",
-                change="give a vision model with that file",
-            )
+        raise Refused.because(
+            where="--model",
+            saw=f"{config.model} has no preprocessor_config.json that it reads",
+            rule="a vision model's processor says what patches a picture makes",
+            change="give a vision model with that file",
         )
     grids = [grids_of(processor, mix) for mix in mixes]
     most = max(sum(g.num_patches for g in each) for each in grids)

@@ -3,9 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from vitrail.config.model import KvDType
-
-ITEM_BYTES: dict[KvDType, int] = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
+from vitrail.config.model import ITEM_BYTES, KvDType
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

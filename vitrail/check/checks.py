@@ -9,7 +9,7 @@ import torch
 
 from vitrail.attention.plan import AttentionPlan, PlanLimits, PlanTable, make_table
 from vitrail.attention.shape import AttentionSite, Phase
-from vitrail.cache.spec import ITEM_BYTES, LatentKv, LayerSpec, PagedKv
+from vitrail.cache.spec import LatentKv, LayerSpec, PagedKv
 from vitrail.check.compiled import prove, prove_steps
 from vitrail.check.fixed import attention_of, model_of, text_sites_of
 from vitrail.check.report import Row, gib
@@ -18,7 +18,7 @@ from vitrail.check.steps import shortened, step_launches
 from vitrail.check.subject import Subject
 from vitrail.check.weights import map_of, plan_load
 from vitrail.config.finding import Finding, Refused
-from vitrail.config.model import TextConfig
+from vitrail.config.model import ITEM_BYTES, TextConfig
 from vitrail.models.bookkeeping import GENERATION, TRAINING, TRANSFORMERS
 from vitrail.models.checkpoint import Checkpoint
 from vitrail.models.interface import ImageModel

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from vitrail.attention.installed import releases as installed_releases
 from vitrail.attention.plan import DISTRIBUTIONS
 from vitrail.config.engine import EngineConfig
-from vitrail.config.finding import Finding, Refused
-from vitrail.config.hardware import CPU, Hardware, find, from_device
+from vitrail.config.finding import Refused
+from vitrail.config.hardware import CPU, Hardware, find
 
 
 def run(
@@ -56,21 +56,22 @@ def _here(choices: EngineConfig) -> Hardware:
 
     if choices.device == "cpu" or not torch.cuda.is_available():
         return CPU
-    p = torch.cuda.get_device_properties(0)
-    return from_device(p.name, p.major * 10 + p.minor, p.multi_processor_count, p.total_memory)
+    from vitrail.ops.record import gpu_of
+
+    return gpu_of(torch.device("cuda", 0))
 
 
 def _size(size: int) -> int:
     if size >= 1:
         return size
-    raise _refused("tp", str(size), "at least 1 rank", "pass --tp 1")
+    raise Refused.because("tp", str(size), "at least 1 rank", "pass --tp 1")
 
 
 def _image(text: str) -> tuple[int, int]:
     found = re.fullmatch(r"([1-9]\d{0,5})x([1-9]\d{0,5})", text)
     if found is None:
         rule = "WIDTHxHEIGHT in pixels, 1 to 999999 each"
-        raise _refused("image-size", repr(text), rule, "pass --image-size 1024x768")
+        raise Refused.because("image-size", repr(text), rule, "pass --image-size 1024x768")
     return int(found[1]), int(found[2])
 
 
@@ -80,8 +81,4 @@ def _release(text: str) -> tuple[str, str]:
         if distribution == name and release:
             return backend, release
     rule = f"NAME==RELEASE of {' or '.join(DISTRIBUTIONS.values())}"
-    raise _refused("release", repr(text), rule, "pass --release flash-attn-4==4.0.0b36")
-
-
-def _refused(where: str, saw: str, rule: str, change: str) -> Refused:
-    return Refused(Finding(where=where, saw=saw, rule=rule, change=change))
+    raise Refused.because("release", repr(text), rule, "pass --release flash-attn-4==4.0.0b36")

@@ -8,13 +8,13 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from blake3 import blake3
 
-from vitrail.attention.cubin import SPILL_BYTES, Taken, hold, read_cubin
+from vitrail.attention.cubin import SPILL_BYTES, Taken, hold
+from vitrail.attention.installed import release
 from vitrail.attention.plan import AttentionPlan
 from vitrail.check.report import gib
 from vitrail.config.finding import Finding
@@ -70,7 +70,7 @@ def prove(plans: Iterable[AttentionPlan], gpu: Hardware, cache: Path = CACHE) ->
     made = [plan for plan in plans if plan.backend != "reference"]
     if not made:
         return Proof(lines=("nothing to compile",))
-    lacking = [name for name in _needed(made) if _release(name) is None]
+    lacking = [name for name in _needed(made) if release(name) is None]
     if lacking:
         return Proof(unknown=f"not compiled: {', '.join(lacking)} not installed on this machine")
     return run(_jobs(made, gpu), gpu, cache)
@@ -116,19 +116,12 @@ def _needed(plans: Sequence[AttentionPlan]) -> list[str]:
     return needed
 
 
-def _release(name: str) -> str | None:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None
-
-
 def _stamp() -> bytes:
     """Of the compilers, and of every source that attention's kernels are made from, or that reads
     what they take."""
     digest = blake3()
     for name in COMPILERS:
-        digest.update(f"{name}=={_release(name)}\0".encode())
+        digest.update(f"{name}=={release(name)}\0".encode())
     sources = ("kernels/*.py", "backends/*.py", "compile*.py", "cubin.py")
     for path in sorted(path for pattern in sources for path in ATTENTION.glob(pattern)):
         digest.update(path.name.encode() + b"\0" + path.read_bytes())
@@ -212,7 +205,7 @@ def _line(plan: AttentionPlan, taken: Taken) -> str:
 
 def prove_steps(launches: Sequence[Recorded], gpu: Hardware, cache: Path = CACHE) -> Proof:
     """Each distinct kernel of recorded launches, once."""
-    if _release("triton") is None:
+    if release("triton") is None:
         return Proof(unknown="not compiled: triton not installed on this machine")
     from vitrail.ops.compile import is_compiled, specialised
 
@@ -225,19 +218,10 @@ def prove_steps(launches: Sequence[Recorded], gpu: Hardware, cache: Path = CACHE
 
 def _job(special: "Special", gpu: Hardware) -> Job:
     def take() -> list[Taken]:
-        made = special.compile(gpu.cc)
-        registers, stack_bytes = read_cubin(made.asm["cubin"])
-        return [
-            Taken(
-                kernel=special.name.removeprefix("vitrail.ops."),
-                cc=gpu.cc,
-                num_warps=made.metadata.num_warps,
-                registers=registers,
-                stack_bytes=stack_bytes,
-                smem_bytes=made.metadata.shared,
-                tmem_columns=made.metadata._asdict().get("tmem_size") or 0,
-            )
-        ]
+        from vitrail.attention.compile import taken
+
+        name = special.name.removeprefix("vitrail.ops.")
+        return [taken(name, special.compile(gpu.cc), gpu.cc)]
 
     return Job(
         name=f"{special.name} {special.facts}",

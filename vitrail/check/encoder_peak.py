@@ -19,10 +19,16 @@ beside its gelu, and fp32 copies of what is rotated. A test counts these, byte f
 
 from typing import NamedTuple
 
-from vitrail.cache.spec import ITEM_BYTES
-from vitrail.config.model import DType, MoonVitConfig, PatchRules, SiglipConfig, VisionConfig
+from vitrail.config.model import (
+    CHANNELS,
+    ITEM_BYTES,
+    DType,
+    MoonVitConfig,
+    PatchRules,
+    SiglipConfig,
+    VisionConfig,
+)
 
-CHANNELS = 3
 # A picture of all scales where no processor says how large one can be: NVILA's 12 tiles.
 DEFAULT_BLOCK_TILES = 12
 
@@ -125,7 +131,8 @@ def _step(vision: VisionConfig, text_hidden: int, size: int, step: list[Part], f
         case MoonVitConfig():
             rotary = patches * 4 * vision.head_dim
             tower = rotary + patches * _block(vision, size, True, fused)
-            projector = _merge(vision, text_hidden, size, patches)
+            # `MergeProjector`, of whole pictures
+            projector = patches * 5 * vision.hidden_size * size
         case SiglipConfig():
             earlier = sum(part.first for part in step) * vision.tile**2
             tower = patches * _block(vision, size, False, fused)
@@ -149,12 +156,6 @@ def _block(vision: VisionConfig, size: int, rotated: bool, fused: bool) -> int:
     rotating = 9 * hidden + 12 * vision.hidden_size if rotated else 0
     mlp = max(5 * hidden + 2 * inner, 6 * hidden + inner)
     return embedded * hidden + max(rotating, attention, mlp)
-
-
-def _merge(vision: MoonVitConfig, text_hidden: int, size: int, patches: int) -> int:
-    """`MergeProjector`: whole pictures."""
-    row = vision.hidden_size * size
-    return patches * 5 * row
 
 
 def _tiles(vision: SiglipConfig, text_hidden: int, size: int, step: list[Part]) -> int:

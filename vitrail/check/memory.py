@@ -2,7 +2,7 @@
 left, in the terms in which start-up counts. A prediction: start-up measures the same."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import NamedTuple
 
 from vitrail.attention.plan import make_table
@@ -35,15 +35,15 @@ CONTEXT_BYTES = 660 << 20
 class Memory:
     """Bytes on one rank. `left`: for pages where the user does not say; may be below 0."""
 
-    total: int
-    context: int
+    total: int = 0
+    context: int = 0
     weights: int
-    encoder_peak: int
+    encoder_peak: int = 0
     encoder_cache: int
-    graphs: int
-    tower_graphs: int
-    workspace: int
-    kept: int
+    graphs: int = 0
+    tower_graphs: int = 0
+    workspace: int = 0
+    kept: int = 0
     left: int
 
 
@@ -52,18 +52,7 @@ def predict(subject: Subject, share: Share) -> Memory:
     config, total = subject.choices, subject.gpu.hbm_bytes
     weights = share.bytes
     if not subject.gpu.cc:
-        return Memory(
-            total=0,
-            context=0,
-            weights=weights,
-            encoder_peak=0,
-            encoder_cache=config.encoder_cache_bytes,
-            graphs=0,
-            tower_graphs=0,
-            workspace=0,
-            kept=0,
-            left=CPU_KV_BYTES,
-        )
+        return Memory(weights=weights, encoder_cache=config.encoder_cache_bytes, left=CPU_KV_BYTES)
     peak, kept, vision, text = 0, 0, subject.config.vision, subject.config.text
     refused = isinstance(image_limits(vision, subject.dtype, subject.patches), list)
     if vision is not None and not refused:  # what is refused, the attention's row says
@@ -137,18 +126,7 @@ def memory_row(subject: Subject, share: Share, memory: Memory, sizes: Sizes | li
     name = f"memory tp={share.size}"
     details = _lines(subject, share, memory)
     findings: Sequence[Finding] = sizes if isinstance(sizes, list) else sizes.warnings
-    facts: dict[str, int] = {
-        "total": memory.total,
-        "context": memory.context,
-        "weights": memory.weights,
-        "encoder_peak": memory.encoder_peak,
-        "encoder_cache": memory.encoder_cache,
-        "graphs": memory.graphs,
-        "tower_graphs": memory.tower_graphs,
-        "workspace": memory.workspace,
-        "kept": memory.kept,
-        "left": memory.left,
-    }
+    facts: dict[str, int] = asdict(memory)
     if isinstance(sizes, Sizes):
         cache = sizes.cache
         details.append(

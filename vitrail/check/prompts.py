@@ -1,12 +1,13 @@
 """The rows about what clients send: pictures, conversations, text."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from vitrail.check.report import Fact, Row
 from vitrail.check.sizes import Sizes, masked_ids
 from vitrail.check.subject import Subject
-from vitrail.config.engine import EngineConfig, plan_frames
+from vitrail.config.engine import plan_frames
 from vitrail.config.finding import Finding, Refused
 from vitrail.config.model import ModelConfig
 from vitrail.models.assets import image_literal, vocabulary_findings
@@ -88,14 +89,7 @@ def _scales(grid: ImageGrid) -> str:
 
 
 def _named(finding: Finding, where: str, severity: str) -> Finding:
-    return Finding(
-        where=where,
-        saw=finding.saw,
-        rule=finding.rule,
-        change=finding.change,
-        code=finding.code,
-        severity="error" if severity == "error" else "warning",
-    )
+    return replace(finding, where=where, severity="error" if severity == "error" else "warning")
 
 
 def _grid_findings(
@@ -242,7 +236,7 @@ def _no_tokenizer() -> Finding:
     )
 
 
-def tokenizer_row(config: ModelConfig, choices: EngineConfig, read: Read) -> Row:
+def tokenizer_row(config: ModelConfig, read: Read) -> Row:
     """Ids inside the vocabulary, the image token out of reach, text that comes back."""
     tokenizer, vocab = read.tokenizer, config.text.vocab_size
     findings = _eos_findings(config)

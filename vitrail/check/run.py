@@ -74,7 +74,7 @@ def _rows(question: Question, hub: Hub | None) -> list[Row]:
         rows += _not_looked_at("template", why="the tokenizer is refused")
     else:
         rows.append(_or(bad["template"], "template", lambda: prompts.template_row(config, read)))
-    rows.append(_or(tokenizer, "tokenizer", lambda: prompts.tokenizer_row(config, choices, read)))
+    rows.append(_or(tokenizer, "tokenizer", lambda: prompts.tokenizer_row(config, read)))
     return rows
 
 

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 from vitrail.attention.plan import AttentionPlan, PlanLimits
 from vitrail.cache.budget import CacheBudget, plan_cache
-from vitrail.cache.spec import ITEM_BYTES, LayerSpec, stored_as
+from vitrail.cache.spec import LayerSpec, stored_as
 from vitrail.check.encoder_peak import encoder_peak
 from vitrail.config.engine import GIB, EngineConfig
 from vitrail.config.finding import Finding
 from vitrail.config.hardware import Hardware
-from vitrail.config.model import DType, KvDType, ModelConfig, TextConfig, VisionConfig
+from vitrail.config.model import ITEM_BYTES, DType, KvDType, ModelConfig, TextConfig, VisionConfig
 from vitrail.vision.preprocess import ImageProcessor
 
 # Tokens of a step where nobody says.

@@ -18,11 +18,10 @@ from vitrail.attention.plan import AttentionPlan, PlanTable
 from vitrail.attention.shape import AttentionSite, Phase
 from vitrail.cache.kv_pool import KvPool
 from vitrail.cache.spec import LayerSpec
-from vitrail.check.encoder_peak import CHANNELS
 from vitrail.check.sizes import graph_sizes, step_tokens, stored_specs
 from vitrail.config.engine import EngineConfig
 from vitrail.config.hardware import Hardware
-from vitrail.config.model import ModelConfig, PatchRules, VisionConfig
+from vitrail.config.model import CHANNELS, ModelConfig, PatchRules, VisionConfig
 from vitrail.layers.context import ForwardContext
 from vitrail.models.interface import ImageModel, ImageShape, Model
 from vitrail.ops.dispatch import select_resize, select_sampling

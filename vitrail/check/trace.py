@@ -14,9 +14,8 @@ from vitrail.check.checks import is_tower
 from vitrail.check.live_bytes import LiveBytes, storage_key
 from vitrail.check.steps import HollowTable, unequal
 from vitrail.config.finding import Finding
-from vitrail.config.model import PatchRules, VisionConfig
+from vitrail.config.model import CHANNELS, PatchRules, VisionConfig
 from vitrail.models.interface import ImageModel, ImageShape
-from vitrail.vision.moonvit import CHANNELS
 from vitrail.weights.problems import labels
 
 # What a step of several pictures may take more a patch than one of a single picture.

@@ -11,7 +11,6 @@ from vitrail.weights import headers
 from vitrail.weights.headers import NOWHERE, Elsewhere, Headers
 from vitrail.weights.mapping import WeightMap
 from vitrail.weights.plan import LoadPlan, ParameterSpec, resolve
-from vitrail.weights.sharding import SINGLE, Layout
 
 
 def read_headers(checkpoint: Checkpoint, elsewhere: Elsewhere = NOWHERE) -> Headers | list[Finding]:
@@ -35,9 +34,8 @@ def plan_load(
     config: ModelConfig,
     parameters: Mapping[str, ParameterSpec],
     found: Headers | list[Finding],
-    layout: Layout = SINGLE,
 ) -> LoadPlan | list[Finding]:
     """`found`: of `read_headers`; `parameters`: of the whole model."""
     if isinstance(found, list):
         return found
-    return resolve(map_of(checkpoint, config), found, parameters, layout)
+    return resolve(map_of(checkpoint, config), found, parameters)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from vitrail.config.finding import Finding, Refused
+from vitrail.config.finding import Refused
 
 NAMES = ("VITRAIL_LOG", "VITRAIL_API_KEY", "VITRAIL_CAPSULES")
 LogLevel = Literal["debug", "info", "warning", "error"]
@@ -27,23 +27,19 @@ def read_env() -> Env:
     """Read once, at a process's entry point."""
     log = os.environ.get("VITRAIL_LOG", "info").lower()
     if log not in _LEVELS:
-        raise Refused(
-            Finding(
-                where="VITRAIL_LOG",
-                saw=repr(log),
-                rule=f"one of {', '.join(_LEVELS)}",
-                change="set it to one of these or unset it",
-            )
+        raise Refused.because(
+            where="VITRAIL_LOG",
+            saw=repr(log),
+            rule=f"one of {', '.join(_LEVELS)}",
+            change="set it to one of these or unset it",
         )
     key = os.environ.get("VITRAIL_API_KEY")
     if key is not None and (not key or not key.isascii()):
-        raise Refused(
-            Finding(
-                where="VITRAIL_API_KEY",
-                saw="an empty or non-ASCII key",
-                rule="a key is at least one ASCII character",
-                change="set a key or unset the variable",
-            )
+        raise Refused.because(
+            where="VITRAIL_API_KEY",
+            saw="an empty or non-ASCII key",
+            rule="a key is at least one ASCII character",
+            change="set a key or unset the variable",
         )
     return Env(log=log, api_key=key, capsules=_capsules(os.environ.get("VITRAIL_CAPSULES")))
 
@@ -63,12 +59,10 @@ def _capsules(text: str | None) -> Path | None:
         home = Path("~").expanduser()
         return home / ".local" / "state" / "vitrail" / "capsules" if home.is_absolute() else None
     if not text:
-        raise Refused(
-            Finding(
-                where="VITRAIL_CAPSULES",
-                saw="an empty name",
-                rule="a folder, or off",
-                change="set it to one of these or unset it",
-            )
+        raise Refused.because(
+            where="VITRAIL_CAPSULES",
+            saw="an empty name",
+            rule="a folder, or off",
+            change="set it to one of these or unset it",
         )
     return None if text == "off" else Path(text)

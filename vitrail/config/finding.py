@@ -9,6 +9,7 @@ from typing import Literal, TypeVar, cast
 
 Severity = Literal["error", "warning"]
 T = TypeVar("T")
+INVALID = "invalid_value"
 _TEXTS = ("where", "saw", "rule", "change")
 
 
@@ -22,7 +23,7 @@ class Finding:
     saw: str
     rule: str
     change: str
-    code: str = "invalid_value"
+    code: str = INVALID
     severity: Severity = "error"
     evidence: tuple[str, Mapping[str, int], Mapping[str, int]] | None = field(
         default=None, compare=False, repr=False
@@ -54,6 +55,13 @@ class Refused(ValueError):
             (findings,) if isinstance(findings, Finding) else tuple(findings)
         )
         super().__init__("\n".join(str(f) for f in self.findings))
+
+    @classmethod
+    def because(
+        cls, where: str, saw: str, rule: str, change: str, code: str = INVALID
+    ) -> "Refused":
+        """For one reason."""
+        return cls(Finding(where=where, saw=saw, rule=rule, change=change, code=code))
 
 
 def errors(findings: Iterable[Finding]) -> list[Finding]:

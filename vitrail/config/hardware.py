@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import NamedTuple
 
-from vitrail.config.finding import Finding, Refused
+from vitrail.config.finding import Refused
 
 
 class Architecture(NamedTuple):
@@ -92,14 +92,12 @@ def find(name: str) -> Hardware:
     for device in (CPU, *GPUS):
         if device.name.lower() == name.lower():
             return device
-    raise Refused(
-        Finding(
-            where="gpu",
-            saw=repr(name),
-            rule=f"one of {', '.join(d.name for d in (CPU, *GPUS))}",
-            change="name one of these",
-            code="unknown_gpu",
-        )
+    raise Refused.because(
+        where="gpu",
+        saw=repr(name),
+        rule=f"one of {', '.join(d.name for d in (CPU, *GPUS))}",
+        change="name one of these",
+        code="unknown_gpu",
     )
 
 
@@ -109,14 +107,12 @@ def from_device(name: str, cc: int, num_sms: int, hbm_bytes: int) -> Hardware:
     Raises `Refused` where the compute capability is unknown."""
     if cc not in ARCHITECTURES:
         known = ", ".join(str(c) for c in ARCHITECTURES if c)
-        raise Refused(
-            Finding(
-                where=f"gpu {name}",
-                saw=f"compute capability {cc}",
-                rule=f"one of {known}",
-                change="run on one of these, or on the CPU",
-                code="unknown_gpu",
-            )
+        raise Refused.because(
+            where=f"gpu {name}",
+            saw=f"compute capability {cc}",
+            rule=f"one of {known}",
+            change="run on one of these, or on the CPU",
+            code="unknown_gpu",
         )
     twins = [d for d in GPUS if d.cc == cc and d.name in name]
     twin = max(twins, key=lambda d: len(d.name), default=CPU)

@@ -4,12 +4,18 @@ format.
 Units: sizes in elements, lengths in tokens, vision sizes in patches. Sources: facts of each model
 as its authors publish them; where engines disagree, the field says so."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Literal, NamedTuple
 
 DType = Literal["float32", "bfloat16", "float16"]
 # What a cache stores keys and values as: the activations' dtype, or e4m3 with one scale a tensor.
 KvDType = DType | Literal["float8_e4m3fn"]
+CHANNELS = 3  # of a pixel
+ITEM_BYTES: Mapping[KvDType, int] = MappingProxyType(
+    {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
+)
 
 
 class KvScales(NamedTuple):

@@ -39,8 +39,8 @@ def read_file(path: Path) -> bytes:
 
 def _refused(path: Path, saw: str, rule: str) -> Refused:
     change = "check that the model folder is complete"
-    return Refused(
-        Finding(where=path.name, saw=saw, rule=rule, change=change, code="bad_checkpoint")
+    return Refused.because(
+        where=path.name, saw=saw, rule=rule, change=change, code="bad_checkpoint"
     )
 
 
@@ -123,26 +123,28 @@ class Keys:
 
     def take_ints(self, key: str) -> tuple[int, ...]:
         """`key` as a tuple of ints: an int, a list of ints; missing or null is empty."""
-        self._seen.add(key)
-        value = self._data.get(key)
-        if value is None:
-            return ()
-        items = cast(list[object], value) if isinstance(value, list) else [value]
+        items = self._items(key)
         if all(isinstance(i, int) and not isinstance(i, bool) for i in items):
             return tuple(cast(list[int], items)) if all(self._fits(key, i) for i in items) else ()
-        self._find(key, f"{value!r:.80}", "an int or a list of ints", "restore the published value")
-        return ()
+        return self._no_list(key, "an int or a list of ints")
 
     def take_strings(self, key: str) -> tuple[str, ...]:
         """`key` as a tuple of strings, from a list of them; missing or null is empty."""
+        items = self._items(key)
+        if isinstance(self._data.get(key), list | None) and all(isinstance(i, str) for i in items):
+            return tuple(cast(list[str], items))
+        return self._no_list(key, "a list of strings")
+
+    def _items(self, key: str) -> list[object]:
+        """Of a list, or the one value that stands in its place."""
         self._seen.add(key)
         value = self._data.get(key)
         if value is None:
-            return ()
-        items = cast(list[object], value) if isinstance(value, list) else [value]
-        if isinstance(value, list) and all(isinstance(i, str) for i in items):
-            return tuple(cast(list[str], items))
-        self._find(key, f"{value!r:.80}", "a list of strings", "restore the published value")
+            return []
+        return cast(list[object], value) if isinstance(value, list) else [value]
+
+    def _no_list(self, key: str, rule: str) -> tuple[()]:
+        self._find(key, f"{self._data[key]!r:.80}", rule, "restore the published value")
         return ()
 
     def child(self, key: str) -> "Keys":

@@ -79,9 +79,9 @@ class Ahead:
         with suppress(BrokenPipeError), process.stdin as pipe:
             pipe.write(os.fsencode(self._asked))
 
-    def finish_kernels(self, seconds: float = LIMIT_SECONDS) -> None:
+    def finish_kernels(self) -> None:
         """Wait for the kernels, so that none is compiled here once more; end what takes longer."""
-        self._wait((KERNELS,), seconds)
+        self._wait((KERNELS,), LIMIT_SECONDS)
 
     def finish(self, seconds: float = LIMIT_SECONDS) -> None:
         """Wait for all, so that the device's memory is the engine's alone; end what takes

@@ -24,7 +24,7 @@ from vitrail.cache.encoder import EncoderCache
 from vitrail.cache.encoder_pool import EncoderPool
 from vitrail.cache.kv_pool import KvPool
 from vitrail.cache.manager import Manager
-from vitrail.cache.spec import ITEM_BYTES, LayerSpec
+from vitrail.cache.spec import LayerSpec
 from vitrail.check.encoder_peak import encoder_peak, product_bytes
 from vitrail.check.fixed import attention_of, model_of
 from vitrail.check.sizes import (
@@ -45,7 +45,7 @@ from vitrail.check.weights import plan_load, read_headers
 from vitrail.config.engine import EngineConfig, validate
 from vitrail.config.finding import Refused, accept, errors
 from vitrail.config.hardware import Hardware
-from vitrail.config.model import DType, ModelConfig, VisionConfig
+from vitrail.config.model import ITEM_BYTES, DType, ModelConfig, VisionConfig
 from vitrail.engine.ahead import Ahead
 from vitrail.engine.batch import BatchBuilder
 from vitrail.engine.deterministic import computed_as_asked

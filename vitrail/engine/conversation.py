@@ -10,7 +10,7 @@ from typing import NamedTuple, cast
 import numpy as np
 from PIL import Image
 
-from vitrail.config.finding import Finding, Refused
+from vitrail.config.finding import Refused
 from vitrail.tokenizer.messages import ImagePart, Message, TextPart, ToolCall
 from vitrail.vision.image import ImageLimits, parse_data_url
 from vitrail.vision.preprocess import PatchedImage
@@ -51,7 +51,7 @@ def parse_conversation(
     """`num_frames`: taken from each video. Raises `Refused` naming the part, what was seen and the
     rule."""
     if not isinstance(messages, Sequence) or isinstance(messages, str | bytes) or not messages:
-        raise _refused(
+        raise Refused.because(
             "messages",
             "an empty list" if messages == [] else _kind(cast(object, messages)),
             "a list of at least one message",
@@ -69,7 +69,7 @@ def _message(raw: object, where: str, taken: "_Parts") -> Message:
     _only(message, _MESSAGE_KEYS + _EMPTY_KEYS, where)
     for key in _EMPTY_KEYS:
         if message.get(key) not in (None, []):
-            raise _refused(
+            raise Refused.because(
                 f"{where}.{key}",
                 f"a {type(message[key]).__name__}",
                 "this field is not supported, so it is null",
@@ -89,7 +89,7 @@ def _message(raw: object, where: str, taken: "_Parts") -> Message:
             for part in taken.read(item, f"{where}.content[{i}]")
         )
     else:
-        raise _refused(
+        raise Refused.because(
             f"{where}.content",
             f"a {type(content).__name__}",
             "a string, a list of parts, or null beside tool calls",
@@ -122,7 +122,7 @@ class _Parts:
         kind = part.get("type")
         if not isinstance(kind, str) or kind not in kinds:
             saw, change = f"{kind!r:.60}", "send one of these parts"
-            raise _refused(f"{where}.type", saw, " or ".join(kinds), change)
+            raise Refused.because(f"{where}.type", saw, " or ".join(kinds), change)
         _only(part, ("type", kind), where)
         raw, at = part.get(kind), f"{where}.{kind}"
         if kind == "text":
@@ -152,12 +152,12 @@ class _Parts:
             frames = cast(Sequence[object], raw)
             if not frames:
                 rule, change = "a video has at least one frame", "leave the part out"
-                raise _refused(where, "an empty list", rule, change)
+                raise Refused.because(where, "an empty list", rule, change)
             return [Picture(local_source(f, where), where, is_frame=True) for f in frames]
         source = local_source(raw, where)
         if isinstance(source, bytes | Path):
             return self._frames(source, where)
-        raise _refused(
+        raise Refused.because(
             where,
             f"a {type(raw).__name__}",
             "a video is the bytes of a file, a path, or a list of pictures",
@@ -171,7 +171,7 @@ def _from_url(raw: object, where: str, limits: ImageLimits) -> Picture:
     if isinstance(raw, Mapping):
         detail = cast(Mapping[str, object], raw).get("detail")
         if detail not in (None, "auto", "low", "high"):
-            raise _refused(
+            raise Refused.because(
                 f"{where}.detail",
                 f"{detail!r:.60}",
                 "auto, low or high",
@@ -196,7 +196,7 @@ def local_source(raw: object, where: str) -> ImageSource:
         return Path(raw)
     if isinstance(raw, bytes | Path | Image.Image | np.ndarray | PatchedImage):
         return cast(ImageSource, raw)
-    raise _refused(
+    raise Refused.because(
         where,
         f"a {type(raw).__name__}",
         "a picture is bytes, a path, a PIL image, an array or PatchedImage",
@@ -208,7 +208,7 @@ def _tool_calls(raw: object, where: str) -> tuple[ToolCall, ...]:
     if raw is None:
         return ()
     if not isinstance(raw, list):
-        raise _refused(where, f"a {type(raw).__name__}", "a list of calls", "send a list")
+        raise Refused.because(where, f"a {type(raw).__name__}", "a list of calls", "send a list")
     calls: list[ToolCall] = []
     for i, item in enumerate(cast(list[object], raw)):
         call = _object(item, f"{where}[{i}]")
@@ -232,13 +232,13 @@ def _kind(value: object) -> str:
 def _object(raw: object, where: str) -> Mapping[str, object]:
     if isinstance(raw, Mapping):
         return cast(Mapping[str, object], raw)
-    raise _refused(where, f"a {type(raw).__name__}", "an object", "send an object")
+    raise Refused.because(where, f"a {type(raw).__name__}", "an object", "send an object")
 
 
 def _only(data: Mapping[str, object], keys: Sequence[str], where: str) -> None:
     for key in data:
         if key not in keys:
-            raise _refused(
+            raise Refused.because(
                 f"{where}.{key:.40}",
                 "a field that is not supported",
                 f"one of {', '.join(keys)}",
@@ -251,12 +251,8 @@ def _string(data: Mapping[str, object], key: str, where: str) -> str:
     if isinstance(value, str):
         return value
     saw = "missing" if key not in data else f"a {type(value).__name__}"
-    raise _refused(f"{where}.{key}", saw, "a string", "send a string")
+    raise Refused.because(f"{where}.{key}", saw, "a string", "send a string")
 
 
 def _optional(data: Mapping[str, object], key: str, where: str) -> str | None:
     return None if data.get(key) is None else _string(data, key, where)
-
-
-def _refused(where: str, saw: str, rule: str, change: str) -> Refused:
-    return Refused(Finding(where=where, saw=saw, rule=rule, change=change))

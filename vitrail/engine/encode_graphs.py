@@ -17,11 +17,10 @@ import torch
 from torch import Tensor
 
 from vitrail.attention.plan import PlanTable
-from vitrail.config.model import VisionConfig
+from vitrail.config.model import CHANNELS, VisionConfig
 from vitrail.engine.graphs import Graph, Recorder
 from vitrail.models.interface import ImageModel
 from vitrail.ops.vision.naive import Grids
-from vitrail.vision.moonvit import CHANNELS
 from vitrail.vision.rungs import MOST_PICTURES, Sizes, padded, rung_sizes
 
 

@@ -5,11 +5,11 @@ import subprocess
 import traceback
 from contextlib import suppress
 from functools import lru_cache
-from importlib import metadata
 from pathlib import Path
 
 import torch
 
+from vitrail.attention.installed import release
 from vitrail.config.cause import Cause, read, relative
 
 KERNELS = ("vitrail/ops/", "vitrail/attention/")
@@ -32,11 +32,9 @@ def trace_of(error: BaseException) -> tuple[str, ...]:
 
 def versions() -> dict[str, str]:
     """What ran, by package. "vitrail" is a commit where its folder is a checkout."""
-    found: dict[str, str] = {"vitrail": _commit()}
-    for name in PACKAGES:
-        with suppress(metadata.PackageNotFoundError):
-            found[name] = metadata.version(name)
-    return found | {"cuda": str(torch.version.cuda)}
+    found = {name: release(name) for name in PACKAGES}
+    known = {name: each for name, each in found.items() if each is not None}
+    return {"vitrail": _commit(), **known, "cuda": str(torch.version.cuda)}
 
 
 @lru_cache
@@ -53,6 +51,4 @@ def _commit() -> str:
                 check=True,
             )
             return done.stdout.strip()
-    with suppress(metadata.PackageNotFoundError):
-        return metadata.version("vitrail")
-    return "unknown"
+    return release("vitrail") or "unknown"

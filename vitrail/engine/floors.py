@@ -10,8 +10,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from vitrail.cache.spec import ITEM_BYTES
 from vitrail.config.model import (
+    CHANNELS,
+    ITEM_BYTES,
     DType,
     KvDType,
     MlaConfig,
@@ -25,7 +26,6 @@ from vitrail.engine.kernel_groups import Group
 from vitrail.engine.step import EncodeJob, StepPlan
 
 FLOAT32 = 4
-PIXEL_CHANNELS = 3
 
 
 class Work(NamedTuple):
@@ -186,7 +186,7 @@ def _encoding(shapes: Shapes, vision: VisionConfig, jobs: Iterable[EncodeJob]) -
     if not isinstance(vision, MoonVitConfig):
         layers -= 1  # SigLIP is read at its last layer but one
     layer = 4 * size**2 + 2 * size * vision.intermediate_size
-    embed = PIXEL_CHANNELS * vision.patch_size**2 * size
+    embed = CHANNELS * vision.patch_size**2 * size
     used = float(layers * layer + embed)
     wide = size * vision.merge**2
     project = wide**2 + wide * shapes.model.text.hidden_size

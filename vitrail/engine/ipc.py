@@ -259,13 +259,11 @@ class FrontendCodec:
             raise Refused(_no_room(self.folder, error)) from error
         if len(body) > MAX_FRAME:  # the engine would refuse it and end
             Staged(requests=bare, frame=b"", files=files).discard()
-            raise Refused(
-                Finding(
-                    where="body",
-                    saw=f"{len(requests)} choices that make a message of {len(body)} bytes",
-                    rule=f"a request's choices together are at most {MAX_FRAME} bytes",
-                    change="ask for fewer choices or send shorter prompts",
-                )
+            raise Refused.because(
+                where="body",
+                saw=f"{len(requests)} choices that make a message of {len(body)} bytes",
+                rule=f"a request's choices together are at most {MAX_FRAME} bytes",
+                change="ask for fewer choices or send shorter prompts",
             )
         return Staged(requests=bare, frame=frame(body), files=files)
 

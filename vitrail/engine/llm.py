@@ -17,7 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from vitrail.config.engine import EngineConfig
 from vitrail.config.env import read_env
-from vitrail.config.finding import Finding, Refused
+from vitrail.config.finding import Refused
 from vitrail.engine.answer import Answer, Delta
 from vitrail.engine.build import build_engine
 from vitrail.engine.conversation import Picture, local_source, parse_conversation
@@ -153,13 +153,11 @@ class LLM:
         """Queue requests as the queue has room, step until all have ended, and leave the engine
         idle however the caller ends."""
         if self._busy:
-            raise Refused(
-                Finding(
-                    where="LLM",
-                    saw="a second call while an earlier one is still being read",
-                    rule="one call at a time uses an engine",
-                    change="read the earlier stream to its end or close it first",
-                )
+            raise Refused.because(
+                where="LLM",
+                saw="a second call while an earlier one is still being read",
+                rule="one call at a time uses an engine",
+                change="read the earlier stream to its end or close it first",
             )
         self._busy = True
         waiting = deque(requests)
@@ -191,13 +189,11 @@ class LLM:
     def _prepare_ids(self, prompt: Mapping[str, Any]) -> Prompt:
         unknown = set(prompt) - {"prompt_token_ids", "images"}
         if unknown or "prompt_token_ids" not in prompt:
-            raise Refused(
-                Finding(
-                    where="prompt",
-                    saw=f"a mapping with {', '.join(map(repr, prompt))}",
-                    rule="its keys are prompt_token_ids and, where there are any, images",
-                    change="pass these, or text, or a list of messages",
-                )
+            raise Refused.because(
+                where="prompt",
+                saw=f"a mapping with {', '.join(map(repr, prompt))}",
+                rule="its keys are prompt_token_ids and, where there are any, images",
+                change="pass these, or text, or a list of messages",
             )
         pictures = [
             Picture(self._source(image, f"images[{i}]"), f"images[{i}]")
@@ -213,13 +209,11 @@ class LLM:
         block = image.get("block")
         rules = self.preparer.facts.patch_rules
         if rules is None:
-            raise Refused(
-                Finding(
-                    where=where,
-                    saw="image patches",
-                    rule="this model takes text alone",
-                    change="remove the images or serve a vision model",
-                )
+            raise Refused.because(
+                where=where,
+                saw="image patches",
+                rule="this model takes text alone",
+                change="remove the images or serve a vision model",
             )
         return from_patches(
             np.asarray(image["patches"]),
@@ -269,13 +263,11 @@ def _one_each(
     if params is None or isinstance(params, SamplingParams):
         return [params or SamplingParams()] * count
     if len(params) != count:
-        raise Refused(
-            Finding(
-                where="params",
-                saw=f"{len(params)} for {count} prompts",
-                rule="one for all, or one for each prompt",
-                change="pass as many as there are prompts",
-            )
+        raise Refused.because(
+            where="params",
+            saw=f"{len(params)} for {count} prompts",
+            rule="one for all, or one for each prompt",
+            change="pass as many as there are prompts",
         )
     return list(params)
 

@@ -13,12 +13,11 @@ from msgspec.structs import replace
 from vitrail.attention.plan import PlanTable
 from vitrail.cache.encoder_pool import EncoderPool
 from vitrail.check.encoder_peak import Part, worst_steps
-from vitrail.config.model import PatchRules, VisionConfig
+from vitrail.config.model import CHANNELS, PatchRules, VisionConfig
 from vitrail.engine.encode import ImageEncoder
 from vitrail.engine.side import SideStream
 from vitrail.engine.step import EncodeJob
 from vitrail.models.interface import ImageModel
-from vitrail.vision.moonvit import CHANNELS
 
 
 def worst_jobs(rules: PatchRules, budget: int, largest: int | None) -> list[list[EncodeJob]]:

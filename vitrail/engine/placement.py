@@ -11,12 +11,13 @@ import torch
 
 from vitrail.check.sizes import kv_dtype, served_dtype
 from vitrail.config.engine import DEFAULT_VIDEO_FRAMES, EngineConfig, plan_frames
-from vitrail.config.finding import Finding, Refused, accept
-from vitrail.config.hardware import CPU, Hardware, from_device
+from vitrail.config.finding import Refused, accept
+from vitrail.config.hardware import CPU, Hardware
 from vitrail.config.model import ModelConfig
 from vitrail.engine.floors import Shapes
 from vitrail.models.checkpoint import Checkpoint
 from vitrail.models.registry import load_entry
+from vitrail.ops.record import gpu_of
 
 
 class Placed(NamedTuple):
@@ -40,23 +41,18 @@ def device_of(config: EngineConfig) -> torch.device:
     """Where the model runs. Raises `Refused`."""
     available = torch.cuda.is_available()
     if config.device == "cuda" and not available:
-        raise Refused(
-            Finding(
-                where="device",
-                saw="cuda, and torch sees no CUDA device",
-                rule="the device is there",
-                change="pass --device cpu, or install a CUDA build of torch",
-            )
+        raise Refused.because(
+            where="device",
+            saw="cuda, and torch sees no CUDA device",
+            rule="the device is there",
+            change="pass --device cpu, or install a CUDA build of torch",
         )
     return torch.device("cuda" if available and config.device != "cpu" else "cpu")
 
 
 def hardware_of(device: torch.device) -> Hardware:
     """The device as planners know it."""
-    if device.type == "cpu":
-        return CPU
-    p = torch.cuda.get_device_properties(device)
-    return from_device(p.name, p.major * 10 + p.minor, p.multi_processor_count, p.total_memory)
+    return CPU if device.type == "cpu" else gpu_of(device)
 
 
 def video_frames_of(config: EngineConfig, model: ModelConfig) -> int:

@@ -219,7 +219,7 @@ class Preparer:
         image_id = self.facts.image_token_id  # its row is never read, so it need not have one
         bad = [i for i in token_ids if not 0 <= i < vocab and i != image_id]
         if bad:
-            raise _refused(
+            raise Refused.because(
                 where,
                 f"{len(bad)} ids outside the vocabulary, the first {bad[0]}",
                 f"ids are 0 to {vocab - 1}",
@@ -229,14 +229,14 @@ class Preparer:
     def _count(self, images: Sequence[Picture], where: str) -> None:
         """Before anything is decoded."""
         if images and self.facts.image_token_id is None:
-            raise _refused(
+            raise Refused.because(
                 where,
                 f"{len(images)} images",
                 "this model takes text alone",
                 "remove the images or serve a vision model",
             )
         if len(images) > self._config.max_images:
-            raise _refused(
+            raise Refused.because(
                 where,
                 f"{len(images)} images",
                 f"at most {self._config.max_images} in one request",
@@ -321,7 +321,7 @@ class Preparer:
             self._check_grid(source.grid, where)
             return (source,)
         if self.assets.processor is None:
-            raise _refused(
+            raise Refused.because(
                 where,
                 "a picture, and the checkpoint has no preprocessor_config.json",
                 "pictures are processed as the checkpoint says",
@@ -357,7 +357,7 @@ class Preparer:
 
     def _check_grid(self, grid: ImageGrid, where: str) -> None:
         if grid.sequence_patches > self.facts.encoder_patches:
-            raise _refused(
+            raise Refused.because(
                 where,
                 f"{grid.height} x {grid.width} = {grid.sequence_patches} patches",
                 f"at most {self.facts.encoder_patches}, the encoder's budget",
@@ -400,10 +400,6 @@ def _mix(seed: int, text: str) -> int:
     """A 63-bit seed from another and a name."""
     digest = blake2b(f"{seed}:{text}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
-
-
-def _refused(where: str, saw: str, rule: str, change: str, code: str = "invalid_value") -> Refused:
-    return Refused(Finding(where=where, saw=saw, rule=rule, change=change, code=code))
 
 
 def _no_tokenizer(where: str) -> Finding:

@@ -6,11 +6,9 @@ request and is written by the scheduler alone."""
 from array import array
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Annotated
 
 import msgspec
 import numpy as np
-from msgspec import Meta
 
 from vitrail.cache.encoder import EncoderEntry
 from vitrail.cache.page_keys import PageKeys
@@ -19,7 +17,6 @@ from vitrail.config.finding import Finding, Refused
 MAX_LOGPROBS = 20
 # A request's parameters travel with each of its choices, so their size is bounded.
 MAX_STOPS, MAX_STOP_LEN, MAX_IDS = 16, 1024, 1024
-Unit = Annotated[float, Meta(ge=0, le=1)]
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -61,13 +58,11 @@ def typed(params: SamplingParams) -> SamplingParams:
         return msgspec.convert(given, SamplingParams)
     except msgspec.ValidationError as error:
         saw, _, path = str(error).partition(" - at `$.")
-        raise Refused(
-            Finding(
-                where=path.rstrip("`") or "params",
-                saw=saw,
-                rule="a field has the type that SamplingParams declares",
-                change="pass that type",
-            )
+        raise Refused.because(
+            where=path.rstrip("`") or "params",
+            saw=saw,
+            rule="a field has the type that SamplingParams declares",
+            change="pass that type",
         ) from error
 
 

@@ -89,17 +89,15 @@ def absorbed_site(text: TextConfig) -> AttentionSite:
 
 def mla_sites(text: TextConfig, forms: MlaForms) -> tuple[tuple[AttentionSite, Phase], ...]:
     """Every (site, phase) that a layer with these forms calls."""
-    prefill = (
-        (expanded_site(text), Phase.PREFILL)
-        if forms.prefill == "expanded"
-        else (absorbed_site(text), Phase.EXTEND)
+    pairs = ((forms.prefill, Phase.EXTEND), (forms.decode, Phase.DECODE))
+    return tuple(
+        dict.fromkeys(
+            (expanded_site(text), Phase.PREFILL)
+            if form == "expanded"
+            else (absorbed_site(text), phase)
+            for form, phase in pairs
+        )
     )
-    decode = (
-        (expanded_site(text), Phase.PREFILL)
-        if forms.decode == "expanded"
-        else (absorbed_site(text), Phase.DECODE)
-    )
-    return tuple(dict.fromkeys((prefill, decode)))
 
 
 def mla_context(ctx: ForwardContext, forms: MlaForms) -> ForwardContext:

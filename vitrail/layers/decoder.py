@@ -1,9 +1,10 @@
-"""The dense decoder: grouped-query attention and a gated MLP in every layer, pre-normed. Llama's
-shape, which most text models share; what differs among them is in `TextConfig`.
+"""What decoders share around their layers, and the dense one: grouped-query attention and a gated
+MLP in every layer, pre-normed. Llama's shape, which most text models share; what differs among them
+is in `TextConfig`.
 
 Legend: T packed tokens, M hidden channels, V vocabulary, N patches, F patch features."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from jaxtyping import Float, Int
 from torch import Tensor, nn
@@ -45,26 +46,19 @@ class DenseLayer(nn.Module):
         return self.mlp(x_TM), residual_TM
 
 
-class DenseForCausalLM(nn.Module):
-    """A text model as the engine asks for one, or the text half of a multimodal model."""
+class Decoder(nn.Module):
+    """What a text model is around its `layers`, each of which gives what is to be added and what it
+    is to be added to. A subclass says what they keep for a token and how they attend."""
 
-    def __init__(self, text: TextConfig, dtype: DType):
+    def __init__(self, text: TextConfig, dtype: DType, layers: Iterable[nn.Module]):
         super().__init__()
         self.text = text
         self.dtype: DType = dtype
         kind = torch_dtype(dtype)
         self.embed_tokens = VocabEmbedding(text.vocab_size, text.hidden_size, kind)
-        self.layers = nn.ModuleList(
-            DenseLayer(text, layer, dtype) for layer in range(text.num_layers)
-        )
+        self.layers = nn.ModuleList(layers)
         self.norm = RmsNorm(text.hidden_size, text.rms_eps, kind)
         self.lm_head = LmHead(text.vocab_size, text.hidden_size, kind)
-
-    def cache_specs(self) -> Sequence[LayerSpec]:
-        return [gqa_cache_spec(self.text, self.dtype)] * self.text.num_layers
-
-    def text_sites(self) -> Sequence[tuple[AttentionSite, Phase]]:
-        return gqa_sites(self.text)
 
     def embed(self, token_ids: Int[Tensor, "T"]) -> Float[Tensor, "T M"]:
         return self.embed_tokens(token_ids)
@@ -78,3 +72,16 @@ class DenseForCausalLM(nn.Module):
 
     def logits(self, hidden: Float[Tensor, "T M"]) -> Float[Tensor, "T V"]:
         return self.lm_head(hidden)
+
+
+class DenseForCausalLM(Decoder):
+    """A text model as the engine asks for one, or the text half of a multimodal model."""
+
+    def __init__(self, text: TextConfig, dtype: DType):
+        super().__init__(text, dtype, (DenseLayer(text, i, dtype) for i in range(text.num_layers)))
+
+    def cache_specs(self) -> Sequence[LayerSpec]:
+        return [gqa_cache_spec(self.text, self.dtype)] * self.text.num_layers
+
+    def text_sites(self) -> Sequence[tuple[AttentionSite, Phase]]:
+        return gqa_sites(self.text)

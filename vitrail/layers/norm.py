@@ -25,8 +25,6 @@ class RmsNorm(nn.Module):
         self, x_TM: Float[Tensor, "T M"], residual_TM: Float[Tensor, "T M"] | None
     ) -> tuple[Float[Tensor, "T M"], Float[Tensor, "T M"]]:
         """(norm of x + residual, x + residual); no residual yet: (norm of x, x)."""
-        if residual_TM is None:
-            return self(x_TM), x_TM
         ops = select_norm(x_TM.device)
         return ops.add_rms_norm(x_TM, residual_TM, self.weight, self.eps)
 

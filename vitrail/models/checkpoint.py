@@ -54,14 +54,12 @@ def open_checkpoint(model: str, revision: str | None = None, *, weights: bool = 
     found = config.get("architectures")
     names = cast(list[object], found) if isinstance(found, list) else list[object]()
     if len(names) != 1 or not isinstance(names[0], str):
-        raise Refused(
-            Finding(
-                where="config.json: architectures",
-                saw=repr(config.get("architectures")),
-                rule="a list of one architecture name",
-                change="restore it from the published config.json",
-                code="bad_config",
-            )
+        raise Refused.because(
+            where="config.json: architectures",
+            saw=repr(config.get("architectures")),
+            rule="a list of one architecture name",
+            change="restore it from the published config.json",
+            code="bad_config",
         )
     return Checkpoint(
         folder=folder,
@@ -85,14 +83,12 @@ def _adapter(folder: Path) -> Finding:
 def _only(files: list[Path]) -> Path:
     if len(files) == 1:
         return files[0]
-    raise Refused(
-        Finding(
-            where="model",
-            saw=f"{len(files)} files: {', '.join(file.name for file in files)}",
-            rule="a folder has one .gguf file",
-            change="give the path of one of them",
-            code="bad_checkpoint",
-        )
+    raise Refused.because(
+        where="model",
+        saw=f"{len(files)} files: {', '.join(file.name for file in files)}",
+        rule="a folder has one .gguf file",
+        change="give the path of one of them",
+        code="bad_checkpoint",
     )
 
 
@@ -121,14 +117,12 @@ def _rope_factors(file: GgufFile) -> list[float] | None:
         return None
     kind = file.kinds[ROPE_FACTORS].name
     if kind != "F32" or len(header.shape) != 1 or header.shape[0] > MAX_FACTORS:
-        raise Refused(
-            Finding(
-                where=f"{file.path.name}: {ROPE_FACTORS}",
-                saw=f"{kind} of shape {header.shape}",
-                rule=f"F32 of one dimension, at most {MAX_FACTORS} long",
-                change="use a file as llama.cpp's converter writes it",
-                code="unsupported_config",
-            )
+        raise Refused.because(
+            where=f"{file.path.name}: {ROPE_FACTORS}",
+            saw=f"{kind} of shape {header.shape}",
+            rule=f"F32 of one dimension, at most {MAX_FACTORS} long",
+            change="use a file as llama.cpp's converter writes it",
+            code="unsupported_config",
         )
     with GgufTensors(file) as arrays:
         return cast(list[float], arrays.get(ROPE_FACTORS).tolist())
@@ -158,12 +152,10 @@ def _fetch(model: str, revision: str | None, weights: bool) -> Path:
     try:
         return Path(snapshot_download(model, revision=revision, allow_patterns=wanted))
     except (ValueError, OSError) as error:  # a malformed id; a hub or network that says no
-        raise Refused(
-            Finding(
-                where="model",
-                saw=f"{model!r}: no such folder, and as a hub id: {error}",
-                rule="a local folder with a config.json, or a hub id that can be fetched",
-                change="give the path of a checkpoint, or check the id and the network",
-                code="model_not_found",
-            )
+        raise Refused.because(
+            where="model",
+            saw=f"{model!r}: no such folder, and as a hub id: {error}",
+            rule="a local folder with a config.json, or a hub id that can be fetched",
+            change="give the path of a checkpoint, or check the id and the network",
+            code="model_not_found",
         ) from error

@@ -2,12 +2,12 @@
 Also the text half of Kimi-VL, which reuses the reader, the rows and the module under its own
 prefixes.
 
-Legend: T packed tokens, M hidden channels, V vocabulary, N patches, F patch features."""
+Legend: T packed tokens, M hidden channels."""
 
 import math
 from collections.abc import Mapping, Sequence
 
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from vitrail.attention.shape import AttentionSite, Phase
@@ -24,12 +24,13 @@ from vitrail.layers.attention import (
     mla_sites,
 )
 from vitrail.layers.context import ForwardContext
-from vitrail.layers.embedding import LmHead, VocabEmbedding
+from vitrail.layers.decoder import Decoder
 from vitrail.layers.linear import GatedMlp, torch_dtype
 from vitrail.layers.moe import MoeLayer
 from vitrail.layers.norm import RmsNorm
-from vitrail.layers.rotary import Rotary, make_rotary
+from vitrail.layers.rotary import Rotary
 from vitrail.models.bookkeeping import TRAINING, TRANSFORMERS
+from vitrail.models.dense import COLUMNS, ROWS, outer_rows, text_ignored, text_ties
 from vitrail.models.reading import (
     MAX_CHANNELS,
     MAX_EXPERTS,
@@ -38,17 +39,15 @@ from vitrail.models.reading import (
     MAX_POSITIONS,
     MAX_VOCAB,
     broken,
+    model_config,
     sized,
-    text_model,
 )
-from vitrail.weights.mapping import Copy, Experts, Fuse, Ignore, Row, Tie, WeightMap
+from vitrail.weights.mapping import Copy, Experts, Fuse, Row, WeightMap
 from vitrail.weights.sharding import Segment, Shard
 
 # The norm of the latent has the authors' class default, which is not rms_norm_eps; engines that use
 # rms_norm_eps (1e-5) for it differ from the authors' code in the fifth digit.
 KV_NORM_EPS = 1e-6
-
-ROWS, COLUMNS = Shard(dim=0), Shard(dim=1)
 
 
 def read_config(
@@ -59,16 +58,13 @@ def read_config(
     keys = Keys(dict(config), "config.json")
     keys.expect("model_type", "deepseek_v3")
     text = read_text_config(keys)
-    return text_model("DeepseekV3ForCausalLM", keys, text, generation)
+    return model_config("DeepseekV3ForCausalLM", keys, text, generation)
 
 
-def read_text_config(
-    keys: Keys, tie_default: bool = False, kv_norm_eps: float = KV_NORM_EPS
-) -> TextConfig:
+def read_text_config(keys: Keys, tie_default: bool = False) -> TextConfig:
     """Every key of a DeepSeek-V3-style text configuration but the token ids and the dtype. Findings
     are left in `keys`; with any, the result means nothing. `tie_default`: what an enclosing
-    configuration says of tied embeddings, where this one says nothing. `kv_norm_eps`: see
-    `KV_NORM_EPS`."""
+    configuration says of tied embeddings, where this one says nothing."""
     _expect_implemented(keys)
     theta = _read_theta(keys)
     num_heads = keys.take("num_attention_heads", int)
@@ -93,7 +89,7 @@ def read_text_config(
             qk_nope_head_dim=nope,
             qk_rope_head_dim=rope_dim,
             v_head_dim=keys.take("v_head_dim", int),
-            kv_norm_eps=kv_norm_eps,
+            kv_norm_eps=KV_NORM_EPS,
         ),
         moe=MoeConfig(
             num_experts=keys.take("n_routed_experts", int),
@@ -187,30 +183,22 @@ def _size_findings(text: TextConfig) -> list[Finding]:
 
 def weight_map(config: ModelConfig) -> WeightMap:
     """Published names of a stand-alone decoder."""
-    return WeightMap(
-        rows=text_rows(config.text, "", ""),
-        ties=text_ties(config.text, "", ""),
-        ignored=text_ignored(""),
-    )
+    return text_map(config.text)
 
 
-def text_rows(text: TextConfig, published: str, ours: str) -> tuple[Row, ...]:
-    """Rows of the decoder, its published names under `published`, its parameters under `ours`.
-    Heads, intermediate channels and vocabulary are what ranks share."""
+def text_map(text: TextConfig, published: str = "", ours: str = "") -> WeightMap:
+    """Of the decoder, its published names under `published`, its parameters under `ours`. Heads,
+    intermediate channels and vocabulary are what ranks share."""
     there, here = f"{published}model.layers.{{layer}}", f"{ours}layers.{{layer}}"
-    head: tuple[Row, ...] = (
-        Copy(f"{published}model.embed_tokens.weight", f"{ours}embed_tokens.weight", ROWS),
-        Copy(f"{published}model.norm.weight", f"{ours}norm.weight", init="ones"),
-        *(
-            ()
-            if text.tie_embeddings
-            else (Copy(f"{published}lm_head.weight", f"{ours}lm_head.weight", ROWS),)
+    return WeightMap(
+        rows=(
+            *outer_rows(text, published, ours),
+            *_attention_rows(text, f"{there}.self_attn", f"{here}.attention"),
+            *_mlp_rows(text, f"{there}.mlp", f"{here}.mlp"),
         ),
-        Copy(f"{there}.input_layernorm.weight", f"{here}.input_norm.weight", init="ones"),
-        Copy(f"{there}.post_attention_layernorm.weight", f"{here}.mlp_norm.weight", init="ones"),
+        ties=text_ties(text, published, ours),
+        ignored=text_ignored(published),
     )
-    attention = _attention_rows(text, f"{there}.self_attn", f"{here}.attention")
-    return (*head, *attention, *_mlp_rows(text, f"{there}.mlp", f"{here}.mlp"))
 
 
 def _attention_rows(text: TextConfig, there: str, here: str) -> tuple[Row, ...]:
@@ -277,20 +265,6 @@ def _expert_rows(
     )
 
 
-def text_ties(text: TextConfig, published: str, ours: str) -> tuple[Tie, ...]:
-    """The head is the embedding where the configuration says so."""
-    if not text.tie_embeddings:
-        return ()
-    head, embedding = f"{ours}lm_head.weight", f"{ours}embed_tokens.weight"
-    return (Tie(parameter=head, to=embedding, checkpoint=f"{published}lm_head.weight"),)
-
-
-def text_ignored(published: str) -> tuple[Ignore, ...]:
-    """Tensors that old writers stored beside the weights."""
-    inverse = f"{published}model.layers.{{layer}}.self_attn.rotary_emb.inv_freq"
-    return (Ignore(checkpoint=inverse, why="computed from rope_theta"),)
-
-
 def build(config: ModelConfig, dtype: DType) -> "DeepseekV3ForCausalLM":
     """The module on the current default device, parameters not initialised."""
     return DeepseekV3ForCausalLM(config.text, dtype)
@@ -328,21 +302,14 @@ class DecoderLayer(nn.Module):
         return self.mlp(x_TM), residual_TM
 
 
-class DeepseekV3ForCausalLM(nn.Module):
+class DeepseekV3ForCausalLM(Decoder):
     """A `Model` without images."""
 
     def __init__(self, text: TextConfig, dtype: DType, forms: MlaForms | None = None):
-        super().__init__()
-        self.text = text
-        self.dtype: DType = dtype
-        self.forms = forms or MlaForms()
-        kind = torch_dtype(dtype)
-        self.embed_tokens = VocabEmbedding(text.vocab_size, text.hidden_size, kind)
-        self.layers = nn.ModuleList(
-            DecoderLayer(text, layer, dtype, self.forms) for layer in range(text.num_layers)
-        )
-        self.norm = RmsNorm(text.hidden_size, text.rms_eps, kind)
-        self.lm_head = LmHead(text.vocab_size, text.hidden_size, kind)
+        forms = forms or MlaForms()
+        layers = (DecoderLayer(text, layer, dtype, forms) for layer in range(text.num_layers))
+        super().__init__(text, dtype, layers)
+        self.forms = forms
 
     def cache_specs(self) -> Sequence[LayerSpec]:
         return [mla_cache_spec(self.text, self.dtype)] * self.text.num_layers
@@ -350,16 +317,5 @@ class DeepseekV3ForCausalLM(nn.Module):
     def text_sites(self) -> Sequence[tuple[AttentionSite, Phase]]:
         return mla_sites(self.text, self.forms)
 
-    def embed(self, token_ids: Int[Tensor, "T"]) -> Float[Tensor, "T M"]:
-        return self.embed_tokens(token_ids)
-
     def forward(self, hidden: Float[Tensor, "T M"], ctx: ForwardContext) -> Float[Tensor, "T M"]:
-        ctx = mla_context(ctx, self.forms)
-        rotary = make_rotary(ctx.positions, self.text.rope)
-        residual = None
-        for layer in self.layers:
-            hidden, residual = layer(hidden, residual, rotary, ctx)
-        return self.norm.add(hidden, residual)[0]
-
-    def logits(self, hidden: Float[Tensor, "T M"]) -> Float[Tensor, "T V"]:
-        return self.lm_head(hidden)
+        return super().forward(hidden, mla_context(ctx, self.forms))

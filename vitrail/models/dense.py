@@ -249,11 +249,19 @@ GGUF = Names(
 )
 
 
+def text_map(text: TextConfig, published: str = "", ours: str = "") -> WeightMap:
+    """Of a dense decoder, its published names under `published`, its parameters under `ours`."""
+    return WeightMap(
+        rows=text_rows(text, published, ours),
+        ties=text_ties(text, published, ours),
+        ignored=text_ignored(published),
+    )
+
+
 def text_rows(
     text: TextConfig, published: str, ours: str, names: Names = PUBLISHED
 ) -> tuple[Row, ...]:
-    """Rows of the decoder, its published names under `published`, its parameters under `ours`.
-    Heads, intermediate channels and vocabulary are what ranks share."""
+    """Heads, intermediate channels and vocabulary are what ranks share."""
     gqa, n = gqa_config(text), names
     there, here = f"{published}{n.layer}.", f"{ours}layers.{{layer}}."
     counts = (text.num_heads, text.num_kv_heads, text.num_kv_heads)
@@ -261,38 +269,40 @@ def text_rows(
         Segment(units=c, width=text.head_dim, replicate=i > 0) for i, c in enumerate(counts)
     )
     pair = text.head_dim if n.paired else 0
-    head = () if text.tie_embeddings else _linear(published + n.head, f"{ours}lm_head", ROWS)
+    qkv = Fuse(
+        checkpoints=tuple(there + name for name in n.qkv),
+        parameter=f"{here}attention.qkv_proj",
+        sizes=tuple(c * text.head_dim for c in counts),
+        pairs=(pair, pair, 0),
+        shard=Shard(dim=0, segments=(heads, *kv)),
+    )
+    gate_up = Fuse(
+        checkpoints=tuple(there + name for name in n.gate_up),
+        parameter=f"{here}mlp.gate_up_proj",
+        shard=ROWS,
+    )
+    out = Shard(dim=1, segments=(heads,))
     return (
-        Copy(f"{published}{n.embedding}.weight", f"{ours}embed_tokens.weight", ROWS),
-        Copy(f"{published}{n.norm}.weight", f"{ours}norm.weight", init="ones"),
-        *head,
-        Copy(f"{there}{n.input_norm}.weight", f"{here}input_norm.weight", init="ones"),
-        Copy(f"{there}{n.mlp_norm}.weight", f"{here}mlp_norm.weight", init="ones"),
-        *_fused(
-            Fuse(
-                checkpoints=tuple(there + name for name in n.qkv),
-                parameter=f"{here}attention.qkv_proj",
-                sizes=tuple(c * text.head_dim for c in counts),
-                pairs=(pair, pair, 0),
-                shard=Shard(dim=0, segments=(heads, *kv)),
-            ),
-            gqa.qkv_bias,
-        ),
-        *_linear(
-            there + n.out,
-            f"{here}attention.o_proj",
-            Shard(dim=1, segments=(heads,)),
-            gqa.out_bias,
-        ),
-        *_fused(
-            Fuse(
-                checkpoints=tuple(there + name for name in n.gate_up),
-                parameter=f"{here}mlp.gate_up_proj",
-                shard=ROWS,
-            ),
-            gqa.mlp_bias,
-        ),
+        *outer_rows(text, published, ours, n),
+        *_fused(qkv, gqa.qkv_bias),
+        *_linear(there + n.out, f"{here}attention.o_proj", out, gqa.out_bias),
+        *_fused(gate_up, gqa.mlp_bias),
         *_linear(there + n.down, f"{here}mlp.down_proj", COLUMNS, gqa.mlp_bias),
+    )
+
+
+def outer_rows(
+    text: TextConfig, published: str, ours: str, names: Names = PUBLISHED
+) -> tuple[Row, ...]:
+    """Of embedding, head and norms, which every decoder has."""
+    there, here = f"{published}{names.layer}.", f"{ours}layers.{{layer}}."
+    head = Copy(f"{published}{names.head}.weight", f"{ours}lm_head.weight", ROWS)
+    return (
+        Copy(f"{published}{names.embedding}.weight", f"{ours}embed_tokens.weight", ROWS),
+        Copy(f"{published}{names.norm}.weight", f"{ours}norm.weight", init="ones"),
+        *(() if text.tie_embeddings else (head,)),
+        Copy(f"{there}{names.input_norm}.weight", f"{here}input_norm.weight", init="ones"),
+        Copy(f"{there}{names.mlp_norm}.weight", f"{here}mlp_norm.weight", init="ones"),
     )
 
 

@@ -7,8 +7,8 @@ from vitrail.config.finding import Finding
 from vitrail.config.model import DType, GqaConfig, ModelConfig, TextConfig
 from vitrail.config.reader import Keys
 from vitrail.layers.decoder import DenseForCausalLM
-from vitrail.models.dense import gguf_rows, read_dense, text_ignored, text_rows, text_ties
-from vitrail.models.reading import no_windows, text_model
+from vitrail.models.dense import gguf_rows, read_dense, text_map
+from vitrail.models.reading import model_config, no_windows
 from vitrail.weights.mapping import WeightMap
 
 ARCHITECTURE = "LlamaForCausalLM"
@@ -22,7 +22,7 @@ def read_config(
     """config.json and generation_config.json (empty where there is none)."""
     keys = Keys(dict(config), "config.json")
     text = read_text_config(keys)
-    return text_model(ARCHITECTURE, keys, text, generation)
+    return model_config(ARCHITECTURE, keys, text, generation)
 
 
 def read_text_config(keys: Keys, tie_default: bool = False) -> TextConfig:
@@ -45,11 +45,7 @@ def read_text_config(keys: Keys, tie_default: bool = False) -> TextConfig:
 
 def weight_map(config: ModelConfig) -> WeightMap:
     """Published names."""
-    return WeightMap(
-        rows=text_rows(config.text, "", ""),
-        ties=text_ties(config.text, "", ""),
-        ignored=text_ignored(""),
-    )
+    return text_map(config.text)
 
 
 def gguf_map(config: ModelConfig) -> WeightMap:

@@ -8,8 +8,8 @@ from vitrail.config.finding import Finding
 from vitrail.config.model import DType, GqaConfig, ModelConfig, TextConfig
 from vitrail.config.reader import Keys
 from vitrail.layers.decoder import DenseForCausalLM
-from vitrail.models.dense import gguf_rows, read_dense, text_ignored, text_rows, text_ties
-from vitrail.models.reading import MAX_LAYERS, broken, no_windows, text_model
+from vitrail.models.dense import gguf_rows, read_dense, text_map
+from vitrail.models.reading import MAX_LAYERS, broken, model_config, no_windows
 from vitrail.weights.mapping import WeightMap
 
 ARCHITECTURE = "Qwen2ForCausalLM"
@@ -23,7 +23,7 @@ def read_config(
     none)."""
     keys = Keys(dict(config), "config.json")
     text = read_text_config(keys)
-    return text_model(ARCHITECTURE, keys, text, generation)
+    return model_config(ARCHITECTURE, keys, text, generation)
 
 
 def read_text_config(keys: Keys, tie_default: bool = False) -> TextConfig:
@@ -74,11 +74,7 @@ def _counted(types: tuple[str, ...]) -> str:
 
 def weight_map(config: ModelConfig) -> WeightMap:
     """Published names of a stand-alone decoder."""
-    return WeightMap(
-        rows=text_rows(config.text, "", ""),
-        ties=text_ties(config.text, "", ""),
-        ignored=text_ignored(""),
-    )
+    return text_map(config.text)
 
 
 def gguf_map(config: ModelConfig) -> WeightMap:

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from vitrail.config.finding import Finding
-from vitrail.config.model import DType, ModelConfig, TextConfig
+from vitrail.config.model import DType, ModelConfig, TextConfig, VisionConfig
 from vitrail.config.reader import Keys
 from vitrail.models.bookkeeping import GENERATION, TRANSFORMERS
 
@@ -26,31 +26,42 @@ class TokenFacts(NamedTuple):
     dtype: str | None
 
 
-def text_model(
-    architecture: str, keys: Keys, text: TextConfig, generation: Mapping[str, object]
+def model_config(
+    architecture: str,
+    keys: Keys,
+    text: TextConfig,
+    generation: Mapping[str, object],
+    inner: tuple[Keys, ...] = (),
+    vision: VisionConfig | None = None,
+    image_token_id: int | None = None,
+    video_frames: int | None = None,
 ) -> ModelConfig | list[Finding]:
-    """The rest of a stand-alone decoder's config.json after `text` was read from `keys`: token ids,
-    the dtype, no unread key, and generation_config.json (empty where there is none)."""
-    facts = read_token_facts(keys)
-    keys.finish()
-    eos = read_generation(generation, keys.findings)
-    dtype = checked_dtype(facts.dtype, keys.findings)
+    """The rest of a config.json after `text` and the others were read from `keys`: token ids, the
+    dtype, no unread key, and generation_config.json (empty where there is none). `inner`: objects
+    in it, the text's first, where there are several."""
+    facts = _token_facts(keys)
+    within = _token_facts(inner[0]) if inner else facts
+    for each in (*inner, keys):
+        each.finish()
+    eos = {*facts.eos, *within.eos, *_read_generation(generation, keys.findings)}
+    dtype = _checked_dtype(facts.dtype or within.dtype, keys.findings)
     if keys.findings:
         return keys.findings
     return ModelConfig(
         architecture=architecture,
         dtype=dtype,
         text=text,
-        vision=None,
-        image_token_id=None,
-        eos_token_ids=tuple(sorted({*facts.eos, *eos})),
-        bos_token_id=facts.bos,
-        pad_token_id=facts.pad,
+        vision=vision,
+        image_token_id=image_token_id,
+        eos_token_ids=tuple(sorted(eos)),
+        bos_token_id=within.bos if facts.bos is None else facts.bos,
+        pad_token_id=within.pad if facts.pad is None else facts.pad,
+        video_frames=video_frames,
     )
 
 
-def read_token_facts(keys: Keys) -> TokenFacts:
-    """Special ids and dtype; older writers spell the dtype `torch_dtype`."""
+def _token_facts(keys: Keys) -> TokenFacts:
+    """Older writers spell the dtype `torch_dtype`."""
     new, old = keys.take_optional("dtype", str), keys.take_optional("torch_dtype", str)
     return TokenFacts(
         bos=keys.take_optional("bos_token_id", int),
@@ -60,7 +71,7 @@ def read_token_facts(keys: Keys) -> TokenFacts:
     )
 
 
-def read_generation(generation: Mapping[str, object], findings: list[Finding]) -> tuple[int, ...]:
+def _read_generation(generation: Mapping[str, object], findings: list[Finding]) -> tuple[int, ...]:
     """generation_config.json's end ids; its findings are added to `findings`. Its sampling defaults
     are ignored: a request says how it is sampled."""
     keys = Keys(dict[str, object](generation), "generation_config.json")
@@ -71,7 +82,7 @@ def read_generation(generation: Mapping[str, object], findings: list[Finding]) -
     return eos
 
 
-def checked_dtype(dtype: str | None, findings: list[Finding]) -> DType:
+def _checked_dtype(dtype: str | None, findings: list[Finding]) -> DType:
     """A configuration's dtype; one that states none holds bf16, as published."""
     match dtype:
         case "float32" | "bfloat16" | "float16":

@@ -8,7 +8,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from vitrail.config.finding import Finding, Refused
+from vitrail.config.finding import Refused
 from vitrail.config.reader import there
 
 if TYPE_CHECKING:
@@ -68,14 +68,12 @@ def find(architecture: str) -> Registered:
         return ARCHITECTURES[architecture]
     nearest = get_close_matches(architecture, ARCHITECTURES, n=1)
     hint = f"; the nearest is {nearest[0]}" if nearest else ""
-    raise Refused(
-        Finding(
-            where="config.json: architectures",
-            saw=repr(architecture),
-            rule=f"one of {', '.join(sorted(ARCHITECTURES))}{hint}",
-            change="serve a model of one of these architectures",
-            code="unknown_architecture",
-        )
+    raise Refused.because(
+        where="config.json: architectures",
+        saw=repr(architecture),
+        rule=f"one of {', '.join(sorted(ARCHITECTURES))}{hint}",
+        change="serve a model of one of these architectures",
+        code="unknown_architecture",
     )
 
 

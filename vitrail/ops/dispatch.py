@@ -74,7 +74,7 @@ def _mixture(
 
 class NormOps(NamedTuple):
     rms_norm: Callable[[Tensor, Tensor, float], Tensor]
-    add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
+    add_rms_norm: Callable[[Tensor, Tensor | None, Tensor, float], tuple[Tensor, Tensor]]
 
 
 class LinearOps(NamedTuple):

@@ -22,7 +22,7 @@ from vitrail.engine.prepare import Preparer
 from vitrail.engine.request import overloaded
 from vitrail.server import errors
 from vitrail.server.bodies import Bodies, Disconnected, Event, Receive
-from vitrail.server.errors import HttpError, refused
+from vitrail.server.errors import HttpError
 from vitrail.server.jobs import Job, JobMaker, Later
 from vitrail.server.metrics import Metrics, Timer
 from vitrail.server.stream import DONE, ChoiceFailed, Exchange, usage_of
@@ -166,12 +166,12 @@ class App:
             self._check_key(given[0] if len(given) == 1 else b"", self._key)
         if path not in self._routes:
             known = ", ".join(self._routes)
-            raise refused(
+            raise Refused.because(
                 f"{path!r:.80}", "no such route", f"one of {known}", "use one", "not_found"
             )
         allowed, handler = self._routes[path]
         if method != allowed:
-            raise refused(
+            raise Refused.because(
                 path, f"{method!r:.20}", f"{allowed} only", f"send {allowed}", "method_not_allowed"
             )
         return handler
@@ -180,7 +180,7 @@ class App:
         """In a time that says nothing of how much of a key was right."""
         scheme, _, given = header.partition(b" ")
         if not hmac.compare_digest(given.strip(), key) or scheme.lower() != b"bearer":
-            raise refused(
+            raise Refused.because(
                 "authorization",
                 "a missing or wrong key",
                 "Authorization: Bearer KEY",
@@ -223,7 +223,7 @@ class App:
 
     def _check_room(self) -> None:
         if self._is_closing:
-            raise refused(
+            raise Refused.because(
                 "server", "it is closing", "a running server", "ask another", "engine_dead"
             )
         if self.num_active >= self._max_active:

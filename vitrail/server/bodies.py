@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
 from typing import Any
 
-from vitrail.server.errors import refused
+from vitrail.config.finding import Refused
 
 Event = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Event]]
@@ -38,7 +38,7 @@ class Bodies:
                     while await self._take(receive, body):
                         pass
             except TimeoutError as error:
-                raise refused(
+                raise Refused.because(
                     "body",
                     f"{len(body)} bytes after {seconds} s, and not complete",
                     f"a body arrives within {seconds} s",
@@ -58,7 +58,7 @@ class Bodies:
         body += part
         self.held_bytes += len(part)
         if len(body) > self._max_bytes:
-            raise refused(
+            raise Refused.because(
                 "body",
                 f"more than {self._max_bytes} bytes",
                 f"at most {self._max_bytes} bytes",
@@ -66,7 +66,7 @@ class Bodies:
                 "body_too_large",
             )
         if self.held_bytes > self._budget_bytes:
-            raise refused(
+            raise Refused.because(
                 "body",
                 f"bodies of {self.held_bytes} bytes at once",
                 f"at most {self._budget_bytes} bytes of requests are held together",

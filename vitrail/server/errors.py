@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from vitrail.config.finding import Finding, Refused
+from vitrail.config.finding import Refused
 
 # A finding's code -> status and OpenAI's error type; any other code is the client's to mend.
 _STATUS = {
@@ -50,8 +50,3 @@ def error_body(message: str, kind: str, param: str | None, code: str) -> bytes:
     """OpenAI's error object."""
     error = {"message": message, "type": kind, "param": param, "code": code}
     return msgspec.json.encode({"error": error})
-
-
-def refused(where: str, saw: str, rule: str, change: str, code: str = "invalid_value") -> Refused:
-    """A refusal of one finding."""
-    return Refused(Finding(where=where, saw=saw, rule=rule, change=change, code=code))

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from threading import Event
 
 from vitrail.config.engine import EngineConfig
+from vitrail.config.finding import Refused
 from vitrail.engine.conversation import parse_conversation
 from vitrail.engine.ipc import Staged
 from vitrail.engine.prepare import Preparer, Prompt
 from vitrail.engine.request import EngineRequest, SamplingParams
 from vitrail.server import openai
-from vitrail.server.errors import refused
 from vitrail.server.stream import Writer
 
 Stage = Callable[[list[EngineRequest]], Staged]
@@ -88,7 +88,7 @@ class JobMaker:
     ) -> Job:
         choices = len(prompts) * max(params.n, 1)
         if choices > self._max_choices:
-            raise refused(
+            raise Refused.because(
                 "n" if len(prompts) == 1 else "prompt",
                 f"{len(prompts)} prompts of {params.n} choices each",
                 f"at most {self._max_choices} choices, what this server queues",
@@ -123,7 +123,7 @@ class JobMaker:
     def _check(self, request: openai.ChatRequest | openai.CompletionRequest) -> None:
         """What does not depend on the prompt."""
         if request.model is not None and request.model != self._name:
-            raise refused(
+            raise Refused.because(
                 "model",
                 f"{request.model!r:.80}",
                 f"this server serves {self._name!r}",
@@ -131,10 +131,10 @@ class JobMaker:
                 "model_not_found",
             )
         if request.stream_options is not None and not request.stream:
-            raise refused(
+            raise Refused.because(
                 "stream_options", "given", "only with stream: true", "leave it out or stream"
             )
         if request.stream and isinstance(request, openai.CompletionRequest) and request.echo:
-            raise refused(
+            raise Refused.because(
                 "echo", "true with stream", "an echo is not streamed", "send stream: false"
             )

@@ -8,7 +8,6 @@ import msgspec
 
 from vitrail.config.finding import Refused
 from vitrail.engine.request import MAX_LOGPROBS, SamplingParams
-from vitrail.server.errors import refused
 from vitrail.tokenizer.chat import ChatOptions, Scalar
 
 
@@ -113,14 +112,14 @@ def parse(body: bytes | bytearray, kind: type[Body]) -> Body:
     except msgspec.ValidationError as error:
         raise _validation(str(error)) from error
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
-        raise refused(
+        raise Refused.because(
             "body", f"not JSON ({error})", "the body is one JSON object", "send valid JSON"
         ) from error
     for name, allowed in _NEUTRAL.items():
         if name in request.__struct_fields__:
             value = cast(object, msgspec.structs.asdict(request)[name])
             if not any(type(value) is type(each) and value == each for each in allowed):
-                raise refused(
+                raise Refused.because(
                     name,
                     f"{value!r:.80}",
                     "this field is not supported",
@@ -137,7 +136,7 @@ def _validation(message: str) -> Refused:
     unknown = re.search(r"unknown field `(.*?)`", saw)
     if unknown:
         name = f"{unknown[1]:.80}"
-        return refused(
+        return Refused.because(
             name if where == "body" else f"{where}.{name}",
             "a field that is not supported",
             "fields are honoured or refused, never ignored",
@@ -146,9 +145,9 @@ def _validation(message: str) -> Refused:
         )
     missing = re.search(r"missing required field `(.*?)`", saw)
     if missing:
-        return refused(missing[1], "missing", "the field is required", f"send {missing[1]}")
+        return Refused.because(missing[1], "missing", "the field is required", f"send {missing[1]}")
     rule = "the field has the type that OpenAI's API gives it"
-    return refused(where, saw, rule, "send that type or leave the field out")
+    return Refused.because(where, saw, rule, "send that type or leave the field out")
 
 
 def chat_params(request: ChatRequest) -> SamplingParams:
@@ -157,10 +156,12 @@ def chat_params(request: ChatRequest) -> SamplingParams:
     if request.max_completion_tokens is not None:
         limit = request.max_completion_tokens
         if limit < 1:
-            raise refused("max_completion_tokens", str(limit), "at least 1", "send more, or none")
+            raise Refused.because(
+                "max_completion_tokens", str(limit), "at least 1", "send more, or none"
+            )
     top = request.top_logprobs
     if top is not None and not request.logprobs:
-        raise refused(
+        raise Refused.because(
             "top_logprobs", str(top), "it needs logprobs: true", "send logprobs: true as well"
         )
     return _params(request, limit, (top or 0) if request.logprobs else None)
@@ -195,7 +196,7 @@ def _params(
 ) -> SamplingParams:
     if logprobs is not None and not 0 <= logprobs <= MAX_LOGPROBS:
         where = "top_logprobs" if isinstance(request, ChatRequest) else "logprobs"
-        raise refused(where, str(logprobs), f"0 to {MAX_LOGPROBS}", "ask for fewer")
+        raise Refused.because(where, str(logprobs), f"0 to {MAX_LOGPROBS}", "ask for fewer")
     stop = () if request.stop is None else request.stop
     given = {
         "temperature": request.temperature,
@@ -224,7 +225,9 @@ def _params(
 def _logit_bias(raw: dict[str, float]) -> dict[int, float]:
     bad = [key for key in raw if not re.fullmatch(r"\d{1,9}", key, re.ASCII)]
     if bad:
-        raise refused("logit_bias", f"{bad[0]!r:.40}", "keys are token ids", "send token ids")
+        raise Refused.because(
+            "logit_bias", f"{bad[0]!r:.40}", "keys are token ids", "send token ids"
+        )
     return {int(key): value for key, value in raw.items()}
 
 
@@ -240,7 +243,7 @@ def completion_prompts(prompt: Any) -> list[str] | list[list[int]]:
             return [items]
         if all(isinstance(i, list) and all(_is_int(t) for t in i) for i in items):
             return items
-    raise refused(
+    raise Refused.because(
         "prompt",
         "an empty list" if prompt == [] else f"a {type(prompt).__name__}",
         "text, a list of token ids, or a non-empty list of either",

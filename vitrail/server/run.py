@@ -13,7 +13,7 @@ from granian.constants import Interfaces
 from granian.server.embed import Server
 
 from vitrail.config.engine import EngineConfig
-from vitrail.config.finding import Finding, Refused
+from vitrail.config.finding import Refused
 from vitrail.engine.client import EngineClient
 from vitrail.engine.ipc import ProfileWindow
 from vitrail.engine.prepare import Preparer
@@ -106,14 +106,12 @@ def free_address(host: str, port: int) -> str:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(where)
     except OSError as error:
-        raise Refused(
-            Finding(
-                where="host and port",
-                saw=f"{host}:{port} ({error})",
-                rule="the address is this machine's and nobody listens there",
-                change="pass another --port or --host, or stop the other server",
-                code="address",
-            )
+        raise Refused.because(
+            where="host and port",
+            saw=f"{host}:{port} ({error})",
+            rule="the address is this machine's and nobody listens there",
+            change="pass another --port or --host, or stop the other server",
+            code="address",
         ) from error
     return str(where[0])
 

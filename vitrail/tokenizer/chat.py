@@ -171,13 +171,11 @@ class ChatTemplate:
         self._payload(messages, options, name, collect, "")
         free = [mark for mark in _MARKS if mark not in used]
         if len(free) < 2:
-            raise Refused(
-                Finding(
-                    where="messages",
-                    saw=f"{len(used)} of the noncharacters U+FDD0 to U+FDEF",
-                    rule="two of these 32, which are no text, are left to the server",
-                    change="remove noncharacters from the messages",
-                )
+            raise Refused.because(
+                where="messages",
+                saw=f"{len(used)} of the noncharacters U+FDD0 to U+FDEF",
+                rule="two of these 32, which are no text, are left to the server",
+                change="remove noncharacters from the messages",
             )
         return free[0], free[1]
 
@@ -206,16 +204,12 @@ class ChatTemplate:
         try:
             return self._templates[name].render(payload)
         except TEMPLATE_ERRORS as error:
-            raise Refused(
-                Finding(
-                    where="messages",
-                    saw=_MARK.sub(
-                        "", f"the chat template stops with {type(error).__name__}: {error}"
-                    ),
-                    rule="the checkpoint's template decides which conversations it renders",
-                    change="change the order, roles or kinds of the messages",
-                    code="chat_template",
-                )
+            raise Refused.because(
+                where="messages",
+                saw=_MARK.sub("", f"the chat template stops with {type(error).__name__}: {error}"),
+                rule="the checkpoint's template decides which conversations it renders",
+                change="change the order, roles or kinds of the messages",
+                code="chat_template",
             ) from error
 
     def _takes(self, template: Template, content: str | list[dict[str, str]]) -> bool:
@@ -357,4 +351,4 @@ def _read_text(path: Path) -> str:
 
 def _bad_template(where: str, saw: str, rule: str, code: str = "bad_chat_template") -> Refused:
     change = "use the chat template that the model's authors publish"
-    return Refused(Finding(where=where, saw=saw, rule=rule, change=change, code=code))
+    return Refused.because(where=where, saw=saw, rule=rule, change=change, code=code)

@@ -4,7 +4,7 @@ spelling one. Knows no vocabulary beyond them."""
 import re
 from collections.abc import Iterable, Mapping
 
-from vitrail.config.finding import Finding, Refused
+from vitrail.config.finding import Refused
 
 
 class Specials:
@@ -17,14 +17,12 @@ class Specials:
     def __init__(self, ids: Mapping[str, int]):
         for literal, token_id in ids.items():
             if len(literal) < 2 or not literal.strip():
-                raise Refused(
-                    Finding(
-                        where=f"special token {token_id}",
-                        saw=f"the literal {literal!r}",
-                        rule="a special literal has two characters or more and is not blank",
-                        change='mark it "special": false in the checkpoint\'s added tokens',
-                        code="bad_tokenizer",
-                    )
+                raise Refused.because(
+                    where=f"special token {token_id}",
+                    saw=f"the literal {literal!r}",
+                    rule="a special literal has two characters or more and is not blank",
+                    change='mark it "special": false in the checkpoint\'s added tokens',
+                    code="bad_tokenizer",
                 )
         self.ids: dict[str, int] = dict(ids)
         self.by_id: dict[int, str] = {token_id: literal for literal, token_id in ids.items()}

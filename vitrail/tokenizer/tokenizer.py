@@ -19,7 +19,7 @@ from typing import cast
 import tiktoken
 import tokenizers
 
-from vitrail.config.finding import Finding, Refused
+from vitrail.config.finding import Refused
 from vitrail.config.reader import Json, load_json, read_file, there
 from vitrail.tokenizer.specials import Specials
 
@@ -85,41 +85,28 @@ class Tokenizer(ABC):
         try:
             data = text.encode()
         except UnicodeEncodeError as error:
-            raise Refused(
-                Finding(
-                    where="text",
-                    saw=f"the lone surrogate {text[error.start]!r} at character {error.start}",
-                    rule="text is valid Unicode",
-                    change="send the character as a whole surrogate pair or as UTF-8",
-                    code="invalid_unicode",
-                )
+            raise Refused.because(
+                where="text",
+                saw=f"the lone surrogate {text[error.start]!r} at character {error.start}",
+                rule="text is valid Unicode",
+                change="send the character as a whole surrogate pair or as UTF-8",
+                code="invalid_unicode",
             ) from error
         lost = self._unspelt.search(data)
         if lost is not None:
             at = len(data[: lost.start()].decode(errors="ignore"))
-            raise Refused(
-                Finding(
-                    where="text",
-                    saw=f"{text[at]!a} at character {at}, with the byte {lost[0][0]:#04x}",
-                    rule="every byte of the text has a token in the model's vocabulary",
-                    change="remove the character",
-                    code="unspelt_character",
-                )
+            raise Refused.because(
+                where="text",
+                saw=f"{text[at]!a} at character {at}, with the byte {lost[0][0]:#04x}",
+                rule="every byte of the text has a token in the model's vocabulary",
+                change="remove the character",
+                code="unspelt_character",
             )
         return self._encode(text)
 
     @abstractmethod
     def _encode(self, text: str) -> list[int]:
         """`encode` of valid Unicode."""
-
-    def encode_with_specials(self, text: str) -> list[int]:
-        """The ids of `text` with special literals recognised. For text that no client wrote."""
-        pieces = self.specials.split(text)
-        ids = self.encode(pieces[0])
-        for literal, piece in zip(pieces[1::2], pieces[2::2], strict=True):
-            ids.append(self.specials.ids[literal])
-            ids.extend(self.encode(piece))
-        return ids
 
     def id_of(self, special: str) -> int:
         """The id of a special token's literal. Raises `Refused` where there is no such token."""
@@ -497,4 +484,4 @@ def _object(value: object) -> Json:
 
 
 def _bad(where: str, saw: str, rule: str, change: str, code: str = "bad_tokenizer") -> Refused:
-    return Refused(Finding(where=where, saw=saw, rule=rule, change=change, code=code))
+    return Refused.because(where=where, saw=saw, rule=rule, change=change, code=code)

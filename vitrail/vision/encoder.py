@@ -6,13 +6,14 @@ Parameters: `blocks.N.{norm1,norm2}.{weight,bias}`, `blocks.N.attn.*` (see `atte
 Legend: N packed patches, M hidden channels."""
 
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
 from vitrail.attention.shape import AttentionSite
+from vitrail.config.model import VisionConfig
 from vitrail.ops.dispatch import select_vision
 from vitrail.vision.attention import VisionAttention, VisionAttentionMetadata
 from vitrail.vision.linear import TowerLinear
@@ -20,7 +21,7 @@ from vitrail.vision.linear import TowerLinear
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EncoderShape:
-    """What a tower's blocks are made of. `gelu`: torch's name of the approximation."""
+    """What a tower's blocks are made of."""
 
     site: AttentionSite
     hidden_size: int
@@ -28,7 +29,30 @@ class EncoderShape:
     num_layers: int
     layer_norm_eps: float
     rope_interleaved: bool
-    gelu: Literal["none", "tanh"]
+
+
+def tower_site(config: VisionConfig) -> AttentionSite:
+    """Full bidirectional attention within a sequence of patches."""
+    return AttentionSite(
+        num_q_heads=config.num_heads,
+        num_kv_heads=config.num_heads,
+        head_dim=config.head_dim,
+        head_dim_v=config.head_dim,
+        scale=config.head_dim**-0.5,
+        causal=False,
+    )
+
+
+def encoder_shape(config: VisionConfig, num_layers: int, rope_interleaved: bool) -> EncoderShape:
+    """Of a tower that computes `num_layers`."""
+    return EncoderShape(
+        site=tower_site(config),
+        hidden_size=config.hidden_size,
+        intermediate_size=config.intermediate_size,
+        num_layers=num_layers,
+        layer_norm_eps=config.layer_norm_eps,
+        rope_interleaved=rope_interleaved,
+    )
 
 
 class Residual(NamedTuple):
@@ -47,16 +71,15 @@ def add_norm(x: Residual, norm: nn.LayerNorm) -> tuple[Float[Tensor, "N M"], Flo
 
 
 class Mlp(nn.Module):
-    """down(gelu(up(x)))"""
+    """down(gelu(up(x))), gelu by tanh."""
 
     def __init__(self, shape: EncoderShape, dtype: torch.dtype):
         super().__init__()
-        self.gelu = shape.gelu
         self.up = TowerLinear(shape.hidden_size, shape.intermediate_size, dtype=dtype)
         self.down = TowerLinear(shape.intermediate_size, shape.hidden_size, dtype=dtype)
 
     def forward(self, x_NM: Float[Tensor, "N M"]) -> Float[Tensor, "N M"]:
-        return self.down(self.up.gelu(x_NM, self.gelu))
+        return self.down(self.up.gelu(x_NM, "tanh"))
 
 
 class EncoderBlock(nn.Module):

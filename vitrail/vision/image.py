@@ -32,7 +32,7 @@ from PIL.PngImagePlugin import PngImageFile
 from PIL.TiffImagePlugin import TiffImageFile
 from PIL.WebPImagePlugin import WebPImageFile
 
-from vitrail.config.finding import Finding, Refused
+from vitrail.config.finding import Refused
 
 WHITE = (255, 255, 255)
 
@@ -155,14 +155,12 @@ def decode(data: bytes, limits: ImageLimits, where: str) -> DecodedImage:
         raise _too_long(len(data), limits, where)
     name = _format_of(data)
     if name not in _READERS:
-        raise Refused(
-            Finding(
-                where=where,
-                saw=f"not a picture we read: {name}",
-                rule=f"{', '.join(ACCEPTED[:-1])} or {ACCEPTED[-1]}, told by content, not by name",
-                change="convert it to PNG or JPEG",
-                code="unsupported_image",
-            )
+        raise Refused.because(
+            where=where,
+            saw=f"not a picture we read: {name}",
+            rule=f"{', '.join(ACCEPTED[:-1])} or {ACCEPTED[-1]}, told by content, not by name",
+            change="convert it to PNG or JPEG",
+            code="unsupported_image",
         )
     if name == "WebP":  # its reader allocates the canvas when it opens
         _check_pixels(*_webp_size(data), limits, where)
@@ -185,14 +183,12 @@ def from_path(path: str | Path, limits: ImageLimits, where: str) -> DecodedImage
         with open(path, "rb") as file:
             data = file.read(limits.max_bytes + 1)
     except (OSError, ValueError) as error:
-        raise Refused(
-            Finding(
-                where=where,
-                saw=f"{str(path)!r} cannot be read ({error})",
-                rule="a path names a readable image file",
-                change="check the path",
-                code="unreadable_image",
-            )
+        raise Refused.because(
+            where=where,
+            saw=f"{str(path)!r} cannot be read ({error})",
+            rule="a path names a readable image file",
+            change="check the path",
+            code="unreadable_image",
         ) from error
     return decode(data, limits, where)
 
@@ -217,14 +213,12 @@ def from_array(array: np.ndarray, limits: ImageLimits, where: str) -> DecodedIma
     2 grey and alpha, 3 RGB, 4 RGBA]. The channel axis is never guessed."""
     last = array.ndim == 3 and 1 <= array.shape[2] <= 4
     if array.dtype != np.uint8 or not (array.ndim == 2 or last):
-        raise Refused(
-            Finding(
-                where=where,
-                saw=f"an array of {array.dtype} {list(array.shape)}",
-                rule="an image array is uint8 [height, width] or [height, width, 1 to 4 channels]",
-                change="put channels last, scale to 0..255 and cast to uint8",
-                code="unsupported_image",
-            )
+        raise Refused.because(
+            where=where,
+            saw=f"an array of {array.dtype} {list(array.shape)}",
+            rule="an image array is uint8 [height, width] or [height, width, 1 to 4 channels]",
+            change="put channels last, scale to 0..255 and cast to uint8",
+            code="unsupported_image",
         )
     height, width = array.shape[:2]
     if not height or not width:
@@ -346,15 +340,13 @@ def _rgb(image: Image.Image, raw_mode: str, where: str) -> UInt8[np.ndarray, "he
         return np.asarray(image.convert("RGB"))
     kinds = {"F": "float samples", "I": "32-bit samples", "LAB": "Lab samples"}
     saw = kinds.get(mode, f"samples of kind {raw_mode or mode}")
-    raise Refused(
-        Finding(
-            where=where,
-            saw=saw if exact else "48-bit RGB with a transparent colour",
-            rule="8- or 16-bit grey, RGB, CMYK or palette, or 8-bit with alpha: kinds whose 8-bit "
-            "RGB is exact",
-            change="convert it to 8-bit RGB PNG",
-            code="unsupported_image",
-        )
+    raise Refused.because(
+        where=where,
+        saw=saw if exact else "48-bit RGB with a transparent colour",
+        rule="8- or 16-bit grey, RGB, CMYK or palette, or 8-bit with alpha: kinds whose 8-bit "
+        "RGB is exact",
+        change="convert it to 8-bit RGB PNG",
+        code="unsupported_image",
     )
 
 
@@ -394,63 +386,53 @@ def _size(image: Image.Image) -> str:
 def _check_pixels(width: int, height: int, limits: ImageLimits, where: str) -> None:
     if width * height <= limits.max_pixels:
         return
-    raise Refused(
-        Finding(
-            where=where,
-            saw=f"{width} x {height} = {width * height} pixels",
-            rule=f"at most {limits.max_pixels} pixels, by the header",
-            change="scale the picture down, or raise --max-image-pixels",
-            code="image_too_large",
-        )
+    raise Refused.because(
+        where=where,
+        saw=f"{width} x {height} = {width * height} pixels",
+        rule=f"at most {limits.max_pixels} pixels, by the header",
+        change="scale the picture down, or raise --max-image-pixels",
+        code="image_too_large",
     )
 
 
 def _too_long(num_bytes: int, limits: ImageLimits, where: str) -> Refused:
-    return Refused(
-        Finding(
-            where=where,
-            saw=f"an encoded image of {num_bytes} bytes",
-            rule=f"at most {limits.max_bytes} bytes",
-            change="compress or scale the picture, or raise --max-image-bytes",
-            code="image_too_large",
-        )
+    return Refused.because(
+        where=where,
+        saw=f"an encoded image of {num_bytes} bytes",
+        rule=f"at most {limits.max_bytes} bytes",
+        change="compress or scale the picture, or raise --max-image-bytes",
+        code="image_too_large",
     )
 
 
 def _broken(saw: str, error: BaseException, where: str) -> Refused:
     said = " ".join(str(error).split())[:120] or type(error).__name__
-    return Refused(
-        Finding(
-            where=where,
-            saw=f"{saw} ({said})",
-            rule="an image decodes to its end",
-            change="send the whole file, or save the picture again",
-            code="broken_image",
-        )
+    return Refused.because(
+        where=where,
+        saw=f"{saw} ({said})",
+        rule="an image decodes to its end",
+        change="send the whole file, or save the picture again",
+        code="broken_image",
     )
 
 
 def _empty(saw: str, where: str) -> Refused:
-    return Refused(
-        Finding(
-            where=where,
-            saw=saw,
-            rule="an image has at least one pixel a side",
-            change="send a picture",
-            code="broken_image",
-        )
+    return Refused.because(
+        where=where,
+        saw=saw,
+        rule="an image has at least one pixel a side",
+        change="send a picture",
+        code="broken_image",
     )
 
 
 def _bad_data_url(saw: str, where: str) -> Refused:
-    return Refused(
-        Finding(
-            where=where,
-            saw=saw,
-            rule="a data URL reads data:<media type>;base64,<base64 with padding>",
-            change="encode the file's bytes as base64 in this form",
-            code="invalid_image_url",
-        )
+    return Refused.because(
+        where=where,
+        saw=saw,
+        rule="a data URL reads data:<media type>;base64,<base64 with padding>",
+        change="encode the file's bytes as base64 in this form",
+        code="invalid_image_url",
     )
 
 
@@ -462,12 +444,10 @@ def _not_a_data_url(url: str, where: str) -> Refused:
         saw = f"a URL of scheme {scheme[1].lower()!r}"
     else:
         saw = f"{len(url)} characters without 'data:' (a path, or bare base64?)"
-    return Refused(
-        Finding(
-            where=where,
-            saw=saw,
-            rule="a picture comes inside the request as a data: URL; nothing is fetched or opened",
-            change="send data:<media type>;base64,<the file's bytes>",
-            code="unsupported_image_url",
-        )
+    return Refused.because(
+        where=where,
+        saw=saw,
+        rule="a picture comes inside the request as a data: URL; nothing is fetched or opened",
+        change="send data:<media type>;base64,<the file's bytes>",
+        code="unsupported_image_url",
     )

@@ -15,26 +15,12 @@ from torch import Tensor, nn
 
 from vitrail.attention.plan import PlanTable
 from vitrail.attention.shape import AttentionSite, Phase
-from vitrail.config.model import MoonVitConfig
+from vitrail.config.model import CHANNELS, MoonVitConfig
 from vitrail.ops.dispatch import select_vision
 from vitrail.ops.vision.naive import Grids
 from vitrail.vision.attention import RotaryTable, prepare_vision_attention_metadata
-from vitrail.vision.encoder import Encoder, EncoderShape
+from vitrail.vision.encoder import Encoder, encoder_shape, tower_site
 from vitrail.vision.linear import TowerLinear
-
-CHANNELS = 3
-
-
-def moonvit_site(config: MoonVitConfig) -> AttentionSite:
-    """Full bidirectional attention within a picture."""
-    return AttentionSite(
-        num_q_heads=config.num_heads,
-        num_kv_heads=config.num_heads,
-        head_dim=config.head_dim,
-        head_dim_v=config.head_dim,
-        scale=config.head_dim**-0.5,
-        causal=False,
-    )
 
 
 class MoonVit(nn.Module):
@@ -47,21 +33,13 @@ class MoonVit(nn.Module):
         self.patch_embed = TowerLinear(features, config.hidden_size, dtype=dtype)
         table = torch.zeros((config.pos_height, config.pos_width, config.hidden_size), dtype=dtype)
         self.pos_embed = nn.Parameter(table)
-        shape = EncoderShape(
-            site=moonvit_site(config),
-            hidden_size=config.hidden_size,
-            intermediate_size=config.intermediate_size,
-            num_layers=config.num_layers,
-            layer_norm_eps=config.layer_norm_eps,
-            rope_interleaved=True,
-            gelu="tanh",
-        )
+        shape = encoder_shape(config, config.num_layers, rope_interleaved=True)
         self.encoder = Encoder(shape, dtype)
         self.requires_grad_(False)
 
     def sites(self) -> tuple[tuple[AttentionSite, Phase], ...]:
         """Every (site, phase) that `forward` can call."""
-        return ((moonvit_site(self.config), Phase.ENCODE),)
+        return ((tower_site(self.config), Phase.ENCODE),)
 
     def forward(
         self,

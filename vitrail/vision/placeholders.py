@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from blake3 import blake3
 
-from vitrail.config.finding import Finding, Refused
+from vitrail.config.finding import Refused
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,14 +44,12 @@ def expand(
         raise _count(len(slots), "slot", num_tokens, where)
     claimed = [i for i, token in enumerate(token_ids) if token == image_token_id]
     if claimed != list(slots):
-        raise Refused(
-            Finding(
-                where=where,
-                saw=f"{len(claimed)} image tokens ({image_token_id}) for {len(slots)} slots",
-                rule="only a picture's slot holds the image token",
-                change="remove the image token from the text",
-                code="image_token_in_text",
-            )
+        raise Refused.because(
+            where=where,
+            saw=f"{len(claimed)} image tokens ({image_token_id}) for {len(slots)} slots",
+            rule="only a picture's slot holds the image token",
+            change="remove the image token from the text",
+            code="image_token_in_text",
         )
     return _fill(token_ids, [(slot, slot + 1) for slot in slots], num_tokens)
 
@@ -97,15 +95,13 @@ def locate(
             raise _count(index, "run", num_tokens, where)
         run = _run(pads, at)
         if run != 1 and run < length:
-            raise Refused(
-                Finding(
-                    where=where,
-                    saw=f"{run} image tokens in a row at position {pads[at]} for picture {index}, "
-                    f"which has {length}",
-                    rule="a picture takes one image token, or a run of exactly its own",
-                    change="pass one image token a picture",
-                    code="image_token_count",
-                )
+            raise Refused.because(
+                where=where,
+                saw=f"{run} image tokens in a row at position {pads[at]} for picture {index}, "
+                f"which has {length}",
+                rule="a picture takes one image token, or a run of exactly its own",
+                change="pass one image token a picture",
+                code="image_token_count",
             )
         length = min(run, length)
         taken.append((pads[at], pads[at] + length))
@@ -150,12 +146,10 @@ def _fill(
 
 def _count(seen: int, what: str, num_tokens: Sequence[int], where: str) -> Refused:
     plural = "" if seen == 1 else "s"
-    return Refused(
-        Finding(
-            where=where,
-            saw=f"{seen} {what}{plural} for {len(num_tokens)} pictures of {sum(num_tokens)} tokens",
-            rule="each picture has one place in the prompt, and each place a picture",
-            change="send as many pictures as the prompt has places for",
-            code="image_count",
-        )
+    return Refused.because(
+        where=where,
+        saw=f"{seen} {what}{plural} for {len(num_tokens)} pictures of {sum(num_tokens)} tokens",
+        rule="each picture has one place in the prompt, and each place a picture",
+        change="send as many pictures as the prompt has places for",
+        code="image_count",
     )

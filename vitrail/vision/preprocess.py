@@ -22,6 +22,8 @@ from vitrail.vision.image import DecodedImage
 Pixels = UInt8[np.ndarray, "height width 3"]
 NewPixels = UInt8[np.ndarray, "new_height new_width 3"]
 Patches = UInt8[np.ndarray, "patches features"] | Float32[np.ndarray, "patches features"]
+# Mean and deviation of each channel that towers normalise by (`ops.vision.naive.normalise`).
+HALVES = [0.5, 0.5, 0.5]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,14 +57,6 @@ class Separators:
 
     end: str = ""
     text: str = ""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Normalisation:
-    """Per channel, on samples scaled to 0..1: (x - mean) / std."""
-
-    mean: tuple[float, float, float]
-    std: tuple[float, float, float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,15 +142,6 @@ def patchify(pixels: Pixels, patch_size: int) -> UInt8[np.ndarray, "patches feat
     return cut.reshape(-1, 3 * size * size)
 
 
-def normalise(
-    patches: UInt8[np.ndarray, "patches features"], how: Normalisation
-) -> Float32[np.ndarray, "patches features"]:
-    """(x / 255 - mean) / std in float32, channels first in each row: what a tower does to uint8."""
-    mean, std = (np.array(v, np.float32)[None, :, None] for v in (how.mean, how.std))
-    samples = patches.reshape(len(patches), 3, -1).astype(np.float32) / np.float32(255)
-    return ((samples - mean) / std).reshape(patches.shape)
-
-
 def from_patches(
     patches: np.ndarray,
     grid: tuple[int, int],
@@ -171,7 +156,7 @@ def from_patches(
 
     def refuse(saw: str, rule: str) -> Refused:
         change = "pass what the checkpoint's processor made, with its grid"
-        return Refused(Finding(where=where, saw=saw, rule=rule, change=change))
+        return Refused.because(where=where, saw=saw, rule=rule, change=change)
 
     height, width = grid
     broken = _grid_rule(height, width, block, rules)

@@ -16,24 +16,11 @@ from torch import Tensor, nn
 
 from vitrail.attention.plan import PlanTable
 from vitrail.attention.shape import AttentionSite, Phase
-from vitrail.config.model import SiglipConfig
+from vitrail.config.model import CHANNELS, SiglipConfig
 from vitrail.ops.vision.naive import Grids, normalise
 from vitrail.vision.attention import prepare_vision_attention_metadata
-from vitrail.vision.encoder import EncoderBlock, EncoderShape, Residual
+from vitrail.vision.encoder import EncoderBlock, Residual, encoder_shape, tower_site
 from vitrail.vision.linear import TowerLinear
-from vitrail.vision.moonvit import CHANNELS
-
-
-def siglip_site(config: SiglipConfig) -> AttentionSite:
-    """Full bidirectional attention within a tile."""
-    return AttentionSite(
-        num_q_heads=config.num_heads,
-        num_kv_heads=config.num_heads,
-        head_dim=config.head_dim,
-        head_dim_v=config.head_dim,
-        scale=config.head_dim**-0.5,
-        causal=False,
-    )
 
 
 class Siglip(nn.Module):
@@ -46,21 +33,13 @@ class Siglip(nn.Module):
         self.patch_embed = TowerLinear(features, config.hidden_size, dtype=dtype)
         table = torch.zeros((config.tile**2, config.hidden_size), dtype=dtype)
         self.pos_embed = nn.Parameter(table)
-        shape = EncoderShape(
-            site=siglip_site(config),
-            hidden_size=config.hidden_size,
-            intermediate_size=config.intermediate_size,
-            num_layers=config.num_layers - 1,
-            layer_norm_eps=config.layer_norm_eps,
-            rope_interleaved=False,
-            gelu="tanh",
-        )
+        shape = encoder_shape(config, config.num_layers - 1, rope_interleaved=False)
         self.blocks = nn.ModuleList(EncoderBlock(shape, dtype) for _ in range(shape.num_layers))
         self.requires_grad_(False)
 
     def sites(self) -> tuple[tuple[AttentionSite, Phase], ...]:
         """Every (site, phase) that `forward` can call."""
-        return ((siglip_site(self.config), Phase.ENCODE),)
+        return ((tower_site(self.config), Phase.ENCODE),)
 
     def forward(
         self,

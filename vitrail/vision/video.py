@@ -31,7 +31,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from vitrail.config.finding import Finding, Refused
+from vitrail.config.finding import Refused
 from vitrail.vision.image import DecodedImage, ImageLimits, from_array
 from vitrail.vision.preprocess import even_frames
 from vitrail.vision.video_container import promised_bytes, reader_of
@@ -97,19 +97,19 @@ def sample(
     container or codec that is not accepted; a file that is empty, cut off, or does not decode."""
     if len(data) > limits.max_bytes:
         saw, rule = f"a video of {len(data)} bytes", f"at most {limits.max_bytes} bytes"
-        raise _refuse(where, saw, rule, "cut or compress it", "video_too_large")
+        raise Refused.because(where, saw, rule, "cut or compress it", "video_too_large")
     reader = reader_of(data)
     if reader is None:
         saw = f"{len(data)} bytes, starting {data[:12].hex() or 'with nothing'}"
         rule = f"{ACCEPTED}, told by content"
-        raise _refuse(where, saw, rule, "convert it to MP4", "unsupported_video")
+        raise Refused.because(where, saw, rule, "convert it to MP4", "unsupported_video")
     if promised_bytes(data, reader) > len(data):
         saw = f"{len(data)} bytes of a file that says it has {promised_bytes(data, reader)}"
         raise _broken(where, saw)
     if importlib.util.find_spec("av") is None:
         saw, change = "a video, and PyAV is not installed", "pip install 'vitrail[video]'"
         rule = "videos need the extra 'video'"
-        raise _refuse(where, saw, rule, f"{change}, or send pictures", "no_video_decoder")
+        raise Refused.because(where, saw, rule, f"{change}, or send pictures", "no_video_decoder")
     bounds = Bounds(
         memory_bytes=MEMORY_BYTES + len(data),
         seconds=min(MAX_SECONDS_EACH, room.seconds),
@@ -126,7 +126,7 @@ def sample(
             raise _broken(where, f"{len(data)} bytes whose decoder ended with {error}") from error
         except Gone as error:
             saw = "a client that has left"
-            raise _refuse(
+            raise Refused.because(
                 where, saw, "a request is waited for", "ask again", "cancelled"
             ) from error
         finally:
@@ -140,7 +140,9 @@ def _read(path: Path, limits: ImageLimits, where: str) -> bytes:
             return file.read(limits.max_bytes + 1)
     except (OSError, ValueError) as error:
         saw = f"{str(path)!r} cannot be read ({error})"
-        raise _refuse(where, saw, "a path names a readable file", "check the path") from error
+        raise Refused.because(
+            where, saw, "a path names a readable file", "check the path"
+        ) from error
 
 
 @dataclass(slots=True)
@@ -199,12 +201,12 @@ class _Video:
             raise _broken(self.where, f"a file of {self.num_bytes} bytes without a video stream")
         if header["codec"] not in _CODECS:
             saw, rule = f"a video of codec {header['codec']!r}", f"one of {', '.join(_CODECS)}"
-            raise _refuse(self.where, saw, rule, "convert it to H.264", "unsupported_video")
+            raise Refused.because(self.where, saw, rule, "convert it to H.264", "unsupported_video")
         self._check_size(header["width"], header["height"])
         seconds = header["seconds"]
         if seconds is not None and seconds > MAX_SECONDS:
             saw, rule = f"a video of {seconds:.0f} seconds", f"at most {MAX_SECONDS} seconds"
-            raise _refuse(self.where, saw, rule, "cut it", "video_too_large")
+            raise Refused.because(self.where, saw, rule, "cut it", "video_too_large")
         self._check_frames(header["frames"])
 
     def _count(self, header: dict[str, Any]) -> int:
@@ -236,7 +238,7 @@ class _Video:
         if turned is None:
             saw = f"frames with the display matrix {told['matrix']}"
             rule = "a display matrix turns by quarters, and mirrors"
-            raise _refuse(self.where, saw, rule, "encode it upright", "unsupported_video")
+            raise Refused.because(self.where, saw, rule, "encode it upright", "unsupported_video")
         return turned
 
     def _check_room(self, num_frames: int, width: int, height: int, room: VideoRoom) -> None:
@@ -247,20 +249,20 @@ class _Video:
             )
             rule = f"the frames of a request have at most {MAX_REQUEST_PIXELS} pixels together"
             change = "scale the videos down, or send fewer"
-            raise _refuse(self.where, saw, rule, change, "video_too_large")
+            raise Refused.because(self.where, saw, rule, change, "video_too_large")
 
     def _check_frames(self, frames: int) -> None:
         if frames > MAX_FRAMES:
             saw, rule = f"at least {frames} frames", f"at most {MAX_FRAMES} frames"
             change = "cut the video, or lower its rate"
-            raise _refuse(self.where, saw, rule, change, "video_too_large")
+            raise Refused.because(self.where, saw, rule, change, "video_too_large")
 
     def _check_size(self, width: int, height: int) -> None:
         most = self.bounds.max_pixels
         if width * height > most:
             saw = f"frames of {width} x {height} = {width * height} pixels"
             rule = f"at most {most} pixels"
-            raise _refuse(self.where, saw, rule, "scale the video down", "video_too_large")
+            raise Refused.because(self.where, saw, rule, "scale the video down", "video_too_large")
 
 
 def upright(pixels: np.ndarray, matrix: list[int] | None) -> np.ndarray | None:
@@ -282,13 +284,13 @@ def upright(pixels: np.ndarray, matrix: list[int] | None) -> np.ndarray | None:
 def _slow(where: str, bounds: Bounds) -> Refused:
     saw = f"a video that is not decoded after {bounds.seconds:.3g} seconds"
     rule = f"at most {MAX_SECONDS_EACH:g} seconds a video, {MAX_REQUEST_SECONDS:g} a request"
-    return _refuse(where, saw, rule, "cut it, scale it down or lower its rate", "video_too_slow")
+    return Refused.because(
+        where, saw, rule, "cut it, scale it down or lower its rate", "video_too_slow"
+    )
 
 
 def _broken(where: str, saw: str) -> Refused:
     rule = "a video is whole and decodes to its last frame"
-    return _refuse(where, saw, rule, "send the whole file, or encode it again", "broken_video")
-
-
-def _refuse(where: str, saw: str, rule: str, change: str, code: str = "invalid_value") -> Refused:
-    return Refused(Finding(where=where, saw=saw, rule=rule, change=change, code=code))
+    return Refused.because(
+        where, saw, rule, "send the whole file, or encode it again", "broken_video"
+    )

@@ -21,7 +21,7 @@ import torch
 from jaxtyping import Shaped
 from torch import Tensor
 
-from vitrail.config.finding import Finding, Refused
+from vitrail.config.finding import Refused
 from vitrail.weights.headers import TensorHeader
 from vitrail.weights.mapping import Box, extents, numel
 from vitrail.weights.plan import Read
@@ -200,14 +200,12 @@ def _read(file: int, views: list[memoryview], at: int, segment: Segment) -> None
         count = os.preadv(file, views[:MAX_VECTORS], at)
         if count == 0:
             missing = sum(len(view) for view in views)
-            raise Refused(
-                Finding(
-                    where=f"{segment.file}: {segment.name}",
-                    saw=f"the file ends at byte {at}, {missing} bytes before this part of it",
-                    rule="a file does not change while it is read",
-                    change="copy or download it again, and start when that is done",
-                    code="wrong_file_size",
-                )
+            raise Refused.because(
+                where=f"{segment.file}: {segment.name}",
+                saw=f"the file ends at byte {at}, {missing} bytes before this part of it",
+                rule="a file does not change while it is read",
+                change="copy or download it again, and start when that is done",
+                code="wrong_file_size",
             )
         at += count
         while views and count >= len(views[0]):

@@ -341,26 +341,22 @@ class GgufTensors:
         self._data.seek(header.start)
         got = self._data.readinto(raw.data)
         if got != len(raw):
-            raise Refused(
-                Finding(
-                    where=f"{header.file}: {name}",
-                    saw=f"{got} bytes of {len(raw)} at {header.start}",
-                    rule="a file is not cut short while it is read",
-                    change=_REPAIR,
-                    code="wrong_file_size",
-                )
+            raise Refused.because(
+                where=f"{header.file}: {name}",
+                saw=f"{got} bytes of {len(raw)} at {header.start}",
+                rule="a file is not cut short while it is read",
+                change=_REPAIR,
+                code="wrong_file_size",
             )
         values = _dequantised(raw, kind).reshape(header.shape)
         if not np.isfinite(values).all():
             count = int(values.size - np.isfinite(values).sum())
-            raise Refused(
-                Finding(
-                    where=f"{header.file}: {name}",
-                    saw=f"{count} of {values.size} values are not finite",
-                    rule="weights are finite",
-                    change=_REPAIR,
-                    code="weights_not_finite",
-                )
+            raise Refused.because(
+                where=f"{header.file}: {name}",
+                saw=f"{count} of {values.size} values are not finite",
+                rule="weights are finite",
+                change=_REPAIR,
+                code="weights_not_finite",
             )
         return values
 
@@ -396,12 +392,10 @@ def _need_dequantiser(file: str, kinds: list[str]) -> None:
     try:
         import gguf.quants  # noqa: F401  # pyright: ignore[reportUnusedImport]
     except ModuleNotFoundError as error:
-        raise Refused(
-            Finding(
-                where=file,
-                saw=f"{', '.join(kinds)} tensors, and no package gguf",
-                rule="the package gguf dequantises them",
-                change="pip install 'vitrail[gguf]'",
-                code="missing_package",
-            )
+        raise Refused.because(
+            where=file,
+            saw=f"{', '.join(kinds)} tensors, and no package gguf",
+            rule="the package gguf dequantises them",
+            change="pip install 'vitrail[gguf]'",
+            code="missing_package",
         ) from error

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from vitrail.config.finding import Finding
-from vitrail.weights.mapping import Names, WeightMap, filled
+from vitrail.weights.mapping import Names, WeightMap
 from vitrail.weights.plan import ParameterSpec, fused_parts
 from vitrail.weights.problems import Problems
 from vitrail.weights.sharding import MAX_LISTED_SIZE, SINGLE, Cut, Layout, Replicate, Rule, Shape
@@ -27,24 +27,17 @@ def pieces(
 ) -> dict[str, Piece]:
     """Of each parameter that a row of the map fills. `whole`: parameters that every rank holds all
     of, whatever their row says."""
-    names, made = Names(weight_map), dict[tuple[object, ...], Piece]()
+    names, made = Names(weight_map), dict[tuple[int, Shape], Piece]()
     found: dict[str, Piece] = {}
     for name, spec in parameters.items():
         match = names.match_parameter(name)
         if match is None:
             continue
         row = weight_map.rows[match.row]
-        targets = [filled(pattern, match.holes) for pattern in row.parameters]
-        if any(target not in parameters for target in targets):
-            continue
-        number = targets.index(name)
-        shapes = tuple(parameters[target].shape for target in targets)
-        key = (match.row, number, shapes)
+        key = (match.row, spec.shape)
         if key not in made:
-            rule = row.rules[number]
-            made[key] = Piece(
-                rule=rule, shape=spec.shape, parts=fused_parts(row.sources(shapes), number, rule)
-            )
+            parts = fused_parts(row.sources(spec.shape), row.shard)
+            made[key] = Piece(rule=row.shard, shape=spec.shape, parts=parts)
         cut = made[key]
         found[name] = Piece(rule=Replicate(), shape=cut.shape, parts=()) if whole(name) else cut
     return found
@@ -64,12 +57,12 @@ def cut_parameters(
     return problems.findings() or made
 
 
-def legal_sizes(cut: Mapping[str, Piece], most: int = MAX_LISTED_SIZE) -> list[int]:
+def legal_sizes(cut: Mapping[str, Piece]) -> list[int]:
     """Sizes of the axis, from 1 on, that divide every parameter."""
     kinds = {(piece.rule, piece.shape, piece.parts) for piece in cut.values()}
     return [
         size
-        for size in range(SINGLE.size, most + 1)
+        for size in range(SINGLE.size, MAX_LISTED_SIZE + 1)
         if all(
             isinstance(rule.cut("", shape, parts, Layout(rank=0, size=size)), Cut)
             for rule, shape, parts in kinds

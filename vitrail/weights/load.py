@@ -240,15 +240,13 @@ def _check_tied(read: Read, value: Shaped[Tensor, "..."], tied: Shaped[Tensor, "
     loaded = _box(tied, read.target)
     differing = int((value.to(loaded.device, loaded.dtype) != loaded).sum())
     if differing:
-        raise Refused(
-            Finding(
-                where=f"{read.file}: {read.tensor}",
-                saw=f"{differing} of {loaded.numel()} values differ from {read.parameter}, "
-                "to which config.json ties it",
-                rule="a tied tensor that is stored all the same has the same values",
-                change="set tie_word_embeddings to false, or remove the tensor",
-                code="tied_tensor_differs",
-            )
+        raise Refused.because(
+            where=f"{read.file}: {read.tensor}",
+            saw=f"{differing} of {loaded.numel()} values differ from {read.parameter}, "
+            "to which config.json ties it",
+            rule="a tied tensor that is stored all the same has the same values",
+            change="set tie_word_embeddings to false, or remove the tensor",
+            code="tied_tensor_differs",
         )
 
 

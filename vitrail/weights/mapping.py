@@ -1,7 +1,7 @@
 """`WeightMap`: a model's declaration of which checkpoint tensor fills which parameter, and where.
 
-A row states, for the *whole* shapes of its parameters, which tensors the checkpoint must hold,
-their shapes, and which box of each goes to which box of which parameter. Reading a checkpoint and
+A row states, for the *whole* shape of its parameter, which tensors the checkpoint must hold,
+their shapes, and which box of each goes to which box of the parameter. Reading a checkpoint and
 writing one are the same statement in two directions, so there is only one method per row. Knows
 no files, no dtypes, no tensors; how a parameter is cut over ranks is `sharding`'s.
 
@@ -26,12 +26,11 @@ _INDEX = re.compile(r"\{\w+\}|[0-9]+")
 
 
 class Piece(NamedTuple):
-    """Box `source` of a checkpoint tensor fills box `place` of parameter `target` (an index into
-    the row's parameters). `axes[d]` is the source dim that `place`'s dim d walks along; None
-    where there is none: a stacked dim (extent 1) or the flattening of several."""
+    """Box `source` of a checkpoint tensor fills box `place` of the row's parameter. `axes[d]` is
+    the source dim that `place`'s dim d walks along; None where there is none: a stacked dim (extent
+    1) or the flattening of several."""
 
     source: Box
-    target: int
     place: Box
     axes: tuple[int | None, ...]
 
@@ -63,37 +62,14 @@ class _OneToOne:
     def checkpoints(self) -> tuple[str, ...]:
         return (self.checkpoint,)
 
-    @property
-    def parameters(self) -> tuple[str, ...]:
-        return (self.parameter,)
-
-    @property
-    def rules(self) -> tuple[Rule, ...]:
-        return (self.shard,)
-
 
 @dataclass(frozen=True, slots=True)
 class Copy(_OneToOne):
     """The tensor is the parameter."""
 
-    def sources(self, shapes: tuple[Shape, ...]) -> tuple[Source, ...]:
-        (shape,) = shapes
-        piece = Piece(whole(shape), 0, whole(shape), tuple(range(len(shape))))
+    def sources(self, shape: Shape) -> tuple[Source, ...]:
+        piece = Piece(whole(shape), whole(shape), tuple(range(len(shape))))
         return (Source(self.checkpoint, shape, (piece,)),)
-
-
-@dataclass(frozen=True, slots=True)
-class Transpose(_OneToOne):
-    """The tensor with its two last dims swapped is the parameter."""
-
-    def sources(self, shapes: tuple[Shape, ...]) -> tuple[Source, ...]:
-        (shape,) = shapes
-        assert len(shape) >= 2, f"{self.parameter}: {list(shape)} has no two dims to swap"
-        *lead, a, b = range(len(shape))
-        axes = (*lead, b, a)
-        stored = tuple(shape[axis] for axis in axes)
-        piece = Piece(whole(stored), 0, whole(shape), axes)
-        return (Source(self.checkpoint, stored, (piece,)),)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,14 +79,11 @@ class Flatten(_OneToOne):
 
     inner: Shape
 
-    def sources(self, shapes: tuple[Shape, ...]) -> tuple[Source, ...]:
-        (shape,) = shapes
+    def sources(self, shape: Shape) -> tuple[Source, ...]:
         flat = numel(self.inner)
         assert shape[1:] == (flat,), f"{self.parameter}: {list(shape)} is not [out, {flat}]"
         stored = (shape[0], *self.inner)
-        return (
-            Source(self.checkpoint, stored, (Piece(whole(stored), 0, whole(shape), (0, None)),)),
-        )
+        return (Source(self.checkpoint, stored, (Piece(whole(stored), whole(shape), (0, None)),)),)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,14 +94,6 @@ class _ManyToOne:
     sizes: tuple[int, ...] = ()
     shard: Rule = Replicate()
     init: Init = "normal"
-
-    @property
-    def parameters(self) -> tuple[str, ...]:
-        return (self.parameter,)
-
-    @property
-    def rules(self) -> tuple[Rule, ...]:
-        return (self.shard,)
 
     @property
     def fused(self) -> tuple[str, ...]:
@@ -156,8 +121,7 @@ class Fuse(_ManyToOne):
 
     pairs: tuple[int, ...] = ()
 
-    def sources(self, shapes: tuple[Shape, ...]) -> tuple[Source, ...]:
-        (shape,) = shapes
+    def sources(self, shape: Shape) -> tuple[Source, ...]:
         found: list[Source] = []
         widths = self.pairs or (0,) * len(self.checkpoints)
         parts = self.parts(shape[self.dim])
@@ -168,7 +132,7 @@ class Fuse(_ManyToOne):
                 assert self.dim == 0, f"{self.parameter}: pairs are of rows"
                 found.append(_paired(checkpoint, stored, part[0], width))
             else:
-                piece = Piece(whole(stored), 0, place, tuple(range(len(shape))))
+                piece = Piece(whole(stored), place, tuple(range(len(shape))))
                 found.append(Source(checkpoint, stored, (piece,)))
         return tuple(found)
 
@@ -186,7 +150,7 @@ def _paired(checkpoint: str, stored: Shape, start: int, width: int) -> Source:
             taken = with_interval(taken, 1, (member, member + 1))
             at = start + 2 * pair + member * half
             place = with_interval(whole(stored), 0, (at, at + half))
-            pieces.append(Piece(taken, 0, place, axes))
+            pieces.append(Piece(taken, place, axes))
     return Source(checkpoint, stored, tuple(pieces), view)
 
 
@@ -207,8 +171,7 @@ class Experts(_ManyToOne):
     def fused(self) -> tuple[str, ...]:
         return self.checkpoints[: len(self.checkpoints) // 2 if self.num_shared else None]
 
-    def sources(self, shapes: tuple[Shape, ...]) -> tuple[Source, ...]:
-        (shape,) = shapes
+    def sources(self, shape: Shape) -> tuple[Source, ...]:
         assert shape[0] == self.num_experts + self.num_shared, (
             f"{self.parameter}: {list(shape)} for {self.num_experts} + {self.num_shared} experts"
         )
@@ -220,7 +183,7 @@ class Experts(_ManyToOne):
                 place = self._place(shape, expert, part)
                 stored = extents(place)[1:]
                 name = checkpoint.replace("{expert}", str(expert))
-                found.append(Source(name, stored, (Piece(whole(stored), 0, place, axes),)))
+                found.append(Source(name, stored, (Piece(whole(stored), place, axes),)))
         shared = self.checkpoints[len(self.fused) :]
         for checkpoint, part in zip(shared, parts, strict=True) if shared else ():
             pieces: list[Piece] = []
@@ -228,7 +191,7 @@ class Experts(_ManyToOne):
             stored = with_extent(shape[1:], self.dim, width * self.num_shared)
             for i in range(self.num_shared):
                 taken = with_interval(whole(stored), self.dim, (i * width, (i + 1) * width))
-                pieces.append(Piece(taken, 0, self._place(shape, self.num_experts + i, part), axes))
+                pieces.append(Piece(taken, self._place(shape, self.num_experts + i, part), axes))
             found.append(Source(checkpoint, stored, tuple(pieces)))
         return tuple(found)
 
@@ -237,49 +200,7 @@ class Experts(_ManyToOne):
         return with_interval(row, self.dim + 1, part)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Split:
-    """One tensor cut along `dim` into several parameters, in order. With `groups` > 1 the tensor is
-    that many groups, each holding every parameter's share in turn (kv_b_proj: per head k, then v):
-
-        tensor | k0 v0 | k1 v1 |  ->  k | k0 k1 |   v | v0 v1 |
-    """
-
-    checkpoint: str
-    parameters: tuple[str, ...]
-    dim: int = 0
-    groups: int = 1
-    shards: tuple[Rule, ...] = ()
-    init: Init = "normal"
-
-    @property
-    def checkpoints(self) -> tuple[str, ...]:
-        return (self.checkpoint,)
-
-    @property
-    def rules(self) -> tuple[Rule, ...]:
-        return self.shards or (Replicate(),) * len(self.parameters)
-
-    def sources(self, shapes: tuple[Shape, ...]) -> tuple[Source, ...]:
-        dim, axes = self.dim, tuple(range(len(shapes[0])))
-        for shape in shapes:
-            assert shape[dim] % self.groups == 0, (
-                f"{self.parameters}: {shapes}, {self.groups} groups"
-            )
-        shares = [shape[dim] // self.groups for shape in shapes]
-        stored = (*shapes[0][:dim], sum(shares) * self.groups, *shapes[0][dim + 1 :])
-        pieces: list[Piece] = []
-        start = 0
-        for group in range(self.groups):
-            for target, (shape, share) in enumerate(zip(shapes, shares, strict=True)):
-                taken = with_interval(whole(shape), dim, (start, start + share))
-                place = with_interval(whole(shape), dim, (group * share, (group + 1) * share))
-                pieces.append(Piece(taken, target, place, axes))
-                start += share
-        return (Source(self.checkpoint, stored, tuple(pieces)),)
-
-
-Row = Copy | Transpose | Flatten | Fuse | Experts | Split
+Row = Copy | Flatten | Fuse | Experts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -312,9 +233,9 @@ class Alias:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightMap:
-    """The whole declaration. Every row has `checkpoints` and `parameters` (patterns), `rules`
-    (one for each parameter), `init` (how random weights are drawn) and `sources(shapes)`: the
-    tensors that fill parameters of these whole shapes. Asserts that it is well formed; whether a
+    """The whole declaration. Every row has `checkpoints` and a `parameter` (patterns), `shard` (how
+    ranks share it), `init` (how random weights are drawn) and `sources(shape)`: the tensors that
+    fill a parameter of this whole shape. Asserts that it is well formed; whether a
     checkpoint and a model agree with it is `plan.resolve`'s to find."""
 
     rows: tuple[Row, ...]
@@ -324,16 +245,13 @@ class WeightMap:
 
     def __post_init__(self) -> None:
         for row in self.rows:
-            holes = holes_of(row.parameters[0])
-            for pattern in row.parameters:
-                assert holes_of(pattern) == holes, f"{pattern}: holes differ within its row"
+            holes = holes_of(row.parameter)
             for pattern in row.checkpoints:
                 assert holes_of(pattern) - {"expert"} == holes - {"expert"}, (
-                    f"{pattern}: holes are not those of {row.parameters[0]}"
+                    f"{pattern}: holes are not those of {row.parameter}"
                 )
-            assert len(row.rules) == len(row.parameters), f"{row.parameters}: one rule for each"
         for side in (
-            [p for row in self.rows for p in row.parameters] + [t.parameter for t in self.ties],
+            [each.parameter for each in (*self.rows, *self.ties)],
             [c for row in self.rows for c in row.checkpoints],
         ):
             twice = sorted({p for p in side if side.count(p) > 1})
@@ -341,7 +259,7 @@ class WeightMap:
 
 
 class Match(NamedTuple):
-    """A name matched row number `row` with these indices in the holes of the row's parameters."""
+    """A name matched row number `row` with these indices in the holes of the row's parameter."""
 
     row: int
     holes: Holes
@@ -354,7 +272,7 @@ class Names:
     def __init__(self, weight_map: WeightMap):
         self._map = weight_map
         self._tensors = _index([row.checkpoints for row in weight_map.rows])
-        self._parameters = _index([row.parameters for row in weight_map.rows])
+        self._parameters = _index([(row.parameter,) for row in weight_map.rows])
         self._tied = {tie.checkpoint for tie in weight_map.ties}
         self._aliases = sorted(weight_map.aliases, key=lambda alias: -len(alias.prefix))
 
@@ -383,7 +301,7 @@ class Names:
         for row, pattern in index.get(template(name), ()):
             match = _matcher(pattern).fullmatch(name)
             if match is not None:
-                kept = holes_of(self._map.rows[row].parameters[0])
+                kept = holes_of(self._map.rows[row].parameter)
                 holes = sorted((k, v) for k, v in match.groupdict().items() if k in kept)
                 found.append(Match(row, tuple(holes)))
         assert len(found) <= 1, f"{name} matches {len(found)} rows of the map"

@@ -156,34 +156,25 @@ class _Resolution:
             self._fill(self.map.rows[index], holes, found)
 
     def _fill(self, row: Row, holes: Holes, found: list[str]) -> None:
-        targets = [filled(pattern, holes) for pattern in row.parameters]
-        absent = [
-            (name, pattern)
-            for name, pattern in zip(targets, row.parameters, strict=True)
-            if name not in self.specs
-        ]
-        if absent:
-            lacking, pattern = absent[0]
-            self.unfilled.difference_update(targets)
-            near = self.parameters_near.near(lacking)
+        target = filled(row.parameter, holes)
+        if target not in self.specs:
+            near = self.parameters_near.near(target)
             for name in found:
                 self.unused.discard(name)
                 self.problems.add(
                     "unexpected_tensor",
                     name,
-                    saw=f"goes to parameter {pattern}, which the model lacks{near}",
+                    saw=f"goes to parameter {row.parameter}, which the model lacks{near}",
                     rule="every tensor fills a parameter of the model",
                     change="use the checkpoint's own config.json, or correct the map's row",
                 )
             return
-        sources = row.sources(tuple(self.specs[name].shape for name in targets))
-        for number, (name, rule) in enumerate(zip(targets, row.rules, strict=True)):
-            self._cut(name, rule, fused_parts(sources, number, rule))
+        sources = row.sources(self.specs[target].shape)
+        self._cut(target, row.shard, fused_parts(sources, row.shard))
         for source in sources:
             name = filled(source.checkpoint, holes)
             self.unused.discard(name)
-            for piece in self._accepted(name, source, row, targets):
-                target = targets[piece.target]
+            for piece in self._accepted(name, source, row.parameter, target):
                 if target in self.cuts:
                     self.reads += _reads(
                         self.tensors[name], piece, self.cuts[target], target, source.view
@@ -198,19 +189,16 @@ class _Resolution:
         else:
             self.cuts[name] = cut
 
-    def _accepted(
-        self, name: str, source: Source, row: Row, targets: list[str]
-    ) -> tuple[Piece, ...]:
-        """The source's pieces if the checkpoint's tensor is what the row says."""
-        first = source.pieces[0].target
-        parameter, spec = row.parameters[first], self.specs[targets[first]]
-        tensor = self.tensors.get(name)
+    def _accepted(self, name: str, source: Source, pattern: str, target: str) -> tuple[Piece, ...]:
+        """The source's pieces if the checkpoint's tensor is what the row of `target`, whose
+        parameter is `pattern`, says."""
+        spec, tensor = self.specs[target], self.tensors.get(name)
         if tensor is None:
             self.problems.add(
                 "missing_tensor",
                 name,
                 saw=f"not in the checkpoint{self.tensors_near.near(name)}",
-                rule=f"it fills parameter {parameter}",
+                rule=f"it fills parameter {pattern}",
                 change="complete the checkpoint, or correct the map's row",
             )
             return ()
@@ -219,20 +207,19 @@ class _Resolution:
                 "wrong_shape",
                 tensor.name,
                 saw=f"{list(tensor.shape)} in the checkpoint",
-                rule=f"{list(source.shape)} fills parameter {parameter} {list(spec.shape)}",
+                rule=f"{list(source.shape)} fills parameter {pattern} {list(spec.shape)}",
                 change="use the checkpoint's own config.json",
             )
             return ()
-        for dtype in sorted({self.specs[targets[piece.target]].dtype for piece in source.pieces}):
-            if tensor.dtype != dtype and not (tensor.dtype in FLOATS and dtype in FLOATS):
-                self.problems.add(
-                    "wrong_dtype",
-                    tensor.name,
-                    saw=f"{tensor.dtype} in the checkpoint for a {dtype} parameter",
-                    rule=f"{', '.join(FLOATS)} are cast to each other, nothing else is",
-                    change="use a checkpoint that is not quantised",
-                )
-                return ()
+        if tensor.dtype != spec.dtype and not {tensor.dtype, spec.dtype} <= set(FLOATS):
+            self.problems.add(
+                "wrong_dtype",
+                tensor.name,
+                saw=f"{tensor.dtype} in the checkpoint for a {spec.dtype} parameter",
+                rule=f"{', '.join(FLOATS)} are cast to each other, nothing else is",
+                change="use a checkpoint that is not quantised",
+            )
+            return ()
         return source.pieces
 
     def tie(self, tie: Tie) -> None:
@@ -252,10 +239,9 @@ class _Resolution:
         if tie.checkpoint is None or tie.checkpoint not in self.unused or tie.to not in self.cuts:
             return
         self.unused.discard(tie.checkpoint)
-        row = Copy(tie.checkpoint, tie.to)
-        (source,) = row.sources((want.shape,))
+        (source,) = Copy(tie.checkpoint, tie.to).sources(want.shape)
         tensor = self.tensors[tie.checkpoint]
-        for piece in self._accepted(tie.checkpoint, source, row, [tie.to]):
+        for piece in self._accepted(tie.checkpoint, source, tie.to, tie.to):
             self.checks += _reads(tensor, piece, self.cuts[tie.to], tie.to)
         self.warnings.append(
             Finding(
@@ -279,7 +265,7 @@ class _Resolution:
                 rule="every tensor is loaded, or ignored by a declared row",
                 change="remove it from the checkpoint, or add a row to the map",
             )
-        targets = Neighbours(p for row in self.map.rows for p in row.parameters)
+        targets = Neighbours(row.parameter for row in self.map.rows)
         for name in (name for name in self.specs if name in self.unfilled):
             self.problems.add(
                 "unfilled_parameter",
@@ -317,7 +303,7 @@ def _position(read: Read, start: Mapping[tuple[str, str], int]) -> tuple[str, in
     return read.file, start[read.file, read.tensor], read.source
 
 
-def fused_parts(sources: tuple[Source, ...], target: int, rule: Rule) -> tuple[int, ...]:
+def fused_parts(sources: tuple[Source, ...], rule: Rule) -> tuple[int, ...]:
     """Extents that different tensors fill along the dim that `rule` cuts; empty where one tensor,
     or a stack of them, fills it."""
     dim = rule.dim
@@ -325,15 +311,10 @@ def fused_parts(sources: tuple[Source, ...], target: int, rule: Rule) -> tuple[i
         return ()
     found: set[tuple[int, int]] = set()
     for source in sources:
-        pieces = [piece for piece in source.pieces if piece.target == target]
-        if any(piece.axes[dim] is None for piece in pieces):
+        if any(piece.axes[dim] is None for piece in source.pieces):
             return ()
-        found.add(
-            (
-                min(piece.place[dim][0] for piece in pieces),
-                max(piece.place[dim][1] for piece in pieces),
-            )
-        )
+        starts, stops = zip(*(piece.place[dim] for piece in source.pieces), strict=True)
+        found.add((min(starts), max(stops)))
     return tuple(stop - start for start, stop in sorted(found))
 
 

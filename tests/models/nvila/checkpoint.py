@@ -11,10 +11,10 @@ from safetensors.torch import load_file, save_file
 from tests.models.cases import NVILA, NVILA_FOLDERS, NVILA_LITE, QWEN2, SIGLIP
 from tests.models.nvila.test_nvila_processor import SIGLIP as PREPROCESSOR
 from tests.server.checkpoint import IM_END, MEDIA_PAD, TOKENIZER, VOCAB
+from tests.weights.write import write_checkpoint
 from vitrail.config.finding import accept
 from vitrail.models.registry import load_entry
 from vitrail.weights.load import parameters_of
-from vitrail.weights.write import write_checkpoint
 
 SIDE = 28
 TEMPLATE = (

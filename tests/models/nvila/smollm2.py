@@ -12,13 +12,13 @@ from safetensors.torch import save_file
 from tests.models.cases import SIGLIP
 from tests.models.nvila.test_nvila_processor import SIGLIP as PREPROCESSOR
 from tests.weights.gguf_files import rows_published
+from tests.weights.write import tensors_of
 from vitrail.config.finding import accept
 from vitrail.models.checkpoint import open_checkpoint
 from vitrail.models.registry import load_entry
 from vitrail.tokenizer.gguf import SPLITS, _named, _templates, _tokenizer_json
 from vitrail.weights.gguf import GgufTensors
 from vitrail.weights.load import draw, initial, parameters_of
-from vitrail.weights.write import tensors_of
 
 SIDE, IMAGE = 28, 4  # a special of SmolLM2's that no text of ours has
 _PARTS = {

@@ -2,27 +2,22 @@
 over latent pages. The host checks the call and launches; records of work and the kernel that joins
 split sequences are those of the Triton backend.
 
-Legend: T packed queries, H query heads, K key heads, D head_dim, E head_dim_v, N pages, P page
-size, C latent rank + rotary channels."""
+Legend: T packed queries, H query heads, D head_dim."""
 
 from collections.abc import Callable
 from functools import cache
 
-import torch
 from cutlass import Float32, Int32, cute
-from jaxtyping import Float
-from torch import Tensor
 
 from vitrail.attention.backend import UNSCALED, Attended, AttentionBackend, Sent
 from vitrail.attention.backends.kept import kept
-from vitrail.attention.backends.triton import factors, join, pack_records, prepare
-from vitrail.attention.call import check_tensors, is_wide
+from vitrail.attention.backends.triton import factors, join, pack_records, prepare, results
+from vitrail.attention.call import Call, check_tensors, is_wide
 from vitrail.attention.decode_spec import Spec, spec
 from vitrail.attention.kernels.decode_sm90 import DecodeSm90
-from vitrail.attention.metadata import PagedMetadata, VarlenMetadata
+from vitrail.attention.metadata import PagedMetadata
 from vitrail.attention.plan import AttentionPlan
 from vitrail.attention.records import Lengths
-from vitrail.config.model import KvScales
 
 
 @cache
@@ -68,95 +63,43 @@ def kernel_of(made: Spec) -> Callable[..., None]:
     return kernel
 
 
-class Cute:
-    """Stateless."""
+class Cute(AttentionBackend):
+    """Any page size; rows at borders of 16 bytes. A latent row is loaded once."""
 
     def pack(self, plan: AttentionPlan, lengths: Lengths) -> Sent:
         """Records."""
         return pack_records(plan, lengths)
 
-    def varlen(
-        self,
-        plan: AttentionPlan,
-        q_THD: Float[Tensor, "T H D"],
-        k_SKD: Float[Tensor, "S K D"],
-        v_SKE: Float[Tensor, "S K E"],
-        meta: VarlenMetadata,
-        sink_H: Float[Tensor, "H"] | None = None,
-    ) -> Attended:
-        """No plan names this backend for packed keys."""
-        raise AssertionError(f"planned {plan.kernel} on {plan.backend}")
-
-    def paged(
-        self,
-        plan: AttentionPlan,
-        q_THD: Float[Tensor, "T H D"],
-        k_NPKD: Float[Tensor, "N P K D"],
-        v_NPKE: Float[Tensor, "N P K E"],
-        meta: PagedMetadata,
-        sink_H: Float[Tensor, "H"] | None = None,
-        scales: KvScales = UNSCALED,
-    ) -> Attended:
-        """Any page size; rows at borders of 16 bytes."""
+    def attend(self, call: Call) -> Attended:
+        plan, q_THD, k, v, meta, sink_H, scales = call
+        assert isinstance(meta, PagedMetadata), f"planned {plan.kernel} on {plan.backend}"
         assert scales == UNSCALED, scales
-        check_tensors(plan, q_THD, k_NPKD, v_NPKE, sink_H)
-        return _decode(plan, q_THD, k_NPKD, v_NPKE, meta, sink_H)
-
-    def latent(
-        self,
-        plan: AttentionPlan,
-        q_THC: Float[Tensor, "T H C"],
-        cache_NPC: Float[Tensor, "N P C"],
-        meta: PagedMetadata,
-        scales: KvScales = UNSCALED,
-    ) -> Attended:
-        """A row is loaded once: its first channels are key and value, the others key."""
-        assert scales == UNSCALED, scales
-        rows_NP1C, rank = cache_NPC[:, :, None], plan.shape.site.latent_rank
-        check_tensors(plan, q_THC, rows_NP1C, rows_NP1C[..., :rank], None)
-        return _decode(plan, q_THC, rows_NP1C[..., rank:], rows_NP1C[..., :rank], meta, None)
+        check_tensors(call)
+        site = plan.shape.site
+        k = k[..., site.latent_rank :]  # of latent rows, what is not in the values
+        for t in (q_THD, k, v):
+            assert is_wide(t), f"strides {t.stride()}, address {t.data_ptr()}: not whole 16 bytes"
+        work = meta.work.get(plan, lambda: prepare(plan, meta, q_THD.device))
+        made = results(plan, q_THD, meta, work)
+        if not len(work.items):
+            return made.attended
+        kernel_of(spec(plan))(
+            q_THD,
+            k,
+            v,
+            None if sink_H is None else sink_H.float(),
+            *made,
+            meta.block_table,
+            work.items,
+            0 if site.window is None else site.window,
+            *factors(plan, UNSCALED)[:2],
+            _programs(plan),
+        )
+        join(plan, meta, work, made)
+        return made.attended
 
 
 BACKEND: AttentionBackend = Cute()
-
-
-def _decode(
-    plan: AttentionPlan,
-    q_THD: Tensor,
-    k_NPKD: Tensor,
-    v_NPKE: Tensor,
-    meta: PagedMetadata,
-    sink_H: Tensor | None,
-) -> Attended:
-    assert len(q_THD) == sum(meta.q_lens), f"{len(q_THD)} queries of {sum(meta.q_lens)}"
-    for t in (q_THD, k_NPKD, v_NPKE):
-        assert is_wide(t), f"strides {t.stride()}, address {t.data_ptr()}: not whole 16 bytes"
-    site, device = plan.shape.site, q_THD.device
-    out_THE = q_THD.new_empty((q_THD.shape[0], site.num_q_heads, site.head_dim_v))
-    lse_TH = torch.empty(out_THE.shape[:2], dtype=torch.float32, device=device)
-    work = meta.work.get(plan, lambda: prepare(plan, meta, device))
-    if not len(work.items):
-        return Attended(out_THE, lse_TH)
-    cells = work.slots * site.num_kv_heads * plan.tile_m
-    part = torch.empty((cells, site.head_dim_v), dtype=torch.float32, device=device)
-    part_lse = torch.empty(cells, dtype=torch.float32, device=device)
-    kernel_of(spec(plan))(
-        q_THD,
-        k_NPKD,
-        v_NPKE,
-        None if sink_H is None else sink_H.float(),
-        out_THE,
-        lse_TH,
-        part,
-        part_lse,
-        meta.block_table,
-        work.items,
-        0 if site.window is None else site.window,
-        *factors(plan, UNSCALED)[:2],
-        _programs(plan),
-    )
-    join(plan, meta, work, out_THE, lse_TH, part, part_lse)
-    return Attended(out_THE, lse_TH)
 
 
 def _programs(plan: AttentionPlan) -> int:

@@ -9,7 +9,7 @@ is cut on the host, once for all layers, into calls that it can express: rows th
 rows aligned with the end, rows that see none (`cut`).
 
 Legend: T packed queries, S packed keys, H query heads, K key heads, D head_dim, E head_dim_v,
-N pages, P page size, C latent channels, X splits."""
+X splits."""
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -23,14 +23,13 @@ from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
-from jaxtyping import Float
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from vitrail.attention.backend import UNSCALED, Attended, AttentionBackend, Sent
 from vitrail.attention.backends import triton
 from vitrail.attention.backends.kept import kept
-from vitrail.attention.call import WIDE_BYTES, check_lengths, check_tensors, is_wide
+from vitrail.attention.call import WIDE_BYTES, Call, check_lengths, check_tensors, is_wide
 from vitrail.attention.fa4 import weights_in_registers
 from vitrail.attention.fa4_calls import cut
 from vitrail.attention.kernels.mend import mend
@@ -38,7 +37,6 @@ from vitrail.attention.metadata import PagedMetadata, VarlenMetadata, lengths_of
 from vitrail.attention.plan import AttentionPlan
 from vitrail.attention.records import Lengths
 from vitrail.attention.shape import Phase
-from vitrail.config.model import KvScales
 from vitrail.ops.launch import launch
 
 MENDED_ROWS = 32  # of a program that looks for rows that are not finite
@@ -213,57 +211,47 @@ def parts_of(launch: Launch) -> tuple[str, ...]:
     return ("forward",) if launch.splits == 1 else ("forward", "combine")
 
 
-class Fa4:
-    """Stateless."""
+class Fa4(AttentionBackend):
+    """Pages of the plan's size, in pools of any strides that are multiples of 16 bytes. Packed keys
+    in one call where queries end with them, or see all of them; of several sequences, rows of keys
+    and values that are not finite are changed in place (`kernels/mend.py`)."""
 
     def pack(self, plan: AttentionPlan, lengths: Lengths) -> Sent:
         """Prefix sums of the calls that the batch is cut in."""
         return pack_calls(plan, lengths)
 
-    def varlen(
-        self,
-        plan: AttentionPlan,
-        q_THD: Float[Tensor, "T H D"],
-        k_SKD: Float[Tensor, "S K D"],
-        v_SKE: Float[Tensor, "S K E"],
-        meta: VarlenMetadata,
-        sink_H: Float[Tensor, "H"] | None = None,
-    ) -> Attended:
-        """One call where queries end with their keys, or see all of them. Of several sequences,
-        rows of keys and values that are not finite are changed in place (`kernels/mend.py`)."""
-        return _attend(plan, q_THD, k_SKD, v_SKE, meta, sink_H)
-
-    def paged(
-        self,
-        plan: AttentionPlan,
-        q_THD: Float[Tensor, "T H D"],
-        k_NPKD: Float[Tensor, "N P K D"],
-        v_NPKE: Float[Tensor, "N P K E"],
-        meta: PagedMetadata,
-        sink_H: Float[Tensor, "H"] | None = None,
-        scales: KvScales = UNSCALED,
-    ) -> Attended:
-        """Pages of the plan's size, in pools of any strides that are multiples of 16 bytes."""
+    def attend(self, call: Call) -> Attended:
+        plan, q_THD, k, v, meta, sink_H, scales = call
+        site, num_tokens = plan.shape.site, q_THD.shape[0]
+        assert not site.latent_rank, f"{plan.backend} plans no latent rows"
         assert scales == UNSCALED, scales
-        return _attend(plan, q_THD, k_NPKD, v_NPKE, meta, sink_H)
-
-    def latent(
-        self,
-        plan: AttentionPlan,
-        q_THC: Float[Tensor, "T H C"],
-        cache_NPC: Float[Tensor, "N P C"],
-        meta: PagedMetadata,
-        scales: KvScales = UNSCALED,
-    ) -> Attended:
-        """Never planned."""
-        raise AssertionError(f"{plan.backend} plans no latent rows")
+        check_tensors(call)
+        for t in (q_THD, k, v):
+            assert is_wide(t), f"strides {t.stride()}: rows start at borders of {WIDE_BYTES} bytes"
+        work = meta.work.get(plan, lambda: _prepare(plan, meta, q_THD.device))
+        assert num_tokens == work.num_tokens, f"{num_tokens} queries of {work.num_tokens}"
+        if not isinstance(meta, PagedMetadata):
+            assert k.shape[0] == v.shape[0] == work.num_keys, f"{len(k)} keys of {work.num_keys}"
+            if meta.batch > 1 and not meta.mended:
+                _mend(plan, k, v)
+        out_THE = q_THD.new_empty((num_tokens, site.num_q_heads, site.head_dim_v))
+        lse_HT = q_THD.new_empty((site.num_q_heads, num_tokens), dtype=torch.float32)
+        sink_H = None if sink_H is None else sink_H.float()
+        for rows in work.blank:
+            out_THE[rows] = 0
+            lse_HT[:, rows] = -torch.inf if sink_H is None else sink_H[:, None]
+        for one in work.calls:
+            rows, keys = one.rows, one.keys
+            tensors = (q_THD[rows], k[keys], v[keys], out_THE[rows], lse_HT[:, rows])
+            _run(plan, one, tensors, sink_H)
+        return Attended(out_THE, lse_HT.t())
 
 
 BACKEND: AttentionBackend = Fa4()
 WHOLE = slice(None)
 
 
-class Call(NamedTuple):
+class KernelCall(NamedTuple):
     """A launch for packed queries `rows` and (packed) keys `keys` or all pages. `lengths`: prefix
     sums of queries and (packed) of keys, (paged) lengths of keys and table."""
 
@@ -278,7 +266,7 @@ class Prepared(NamedTuple):
     """A batch's calls, made once for all layers, and packed rows that see no key. `num_tokens`
     queries, `num_keys` packed keys (0 where they are paged)."""
 
-    calls: tuple[Call, ...]
+    calls: tuple[KernelCall, ...]
     blank: tuple[slice, ...]
     num_tokens: int
     num_keys: int
@@ -299,13 +287,13 @@ def pack_calls(plan: AttentionPlan, lengths: Lengths) -> Sent:
 
     def place(meta: VarlenMetadata, tensors: Sequence[Tensor]) -> Prepared:
         check_lengths(plan, meta)
-        calls, sums = list[Call](), iter(tensors)
+        calls, sums = list[KernelCall](), iter(tensors)
         for part in made.parts:
             mine = (part.q_lens, part.kv_lens) == whole
             cu_q, cu_kv = (meta.cu_q, meta.cu_kv) if mine else next(sums)
             kernels = kernels_of(launch_of(plan, part.causal))
             lengths = (cu_q, cu_kv, None, None)
-            calls.append(Call(kernels, part.rows, part.keys, part.causal, lengths))
+            calls.append(KernelCall(kernels, part.rows, part.keys, part.causal, lengths))
         return Prepared(tuple(calls), made.blank, sum(meta.q_lens), sum(meta.kv_lens))
 
     return Sent(arrays, place)
@@ -321,7 +309,7 @@ def _paged_call(plan: AttentionPlan, meta: PagedMetadata) -> Prepared:
         assert q_len <= kv_len, f"{q_len} queries are the last of {kv_len} keys"
     lengths = (meta.cu_q, None, meta.kv_lens_dev, meta.block_table)
     causal = plan.shape.site.causal
-    call = Call(kernels_of(launch_of(plan, causal)), WHOLE, WHOLE, causal, lengths)
+    call = KernelCall(kernels_of(launch_of(plan, causal)), WHOLE, WHOLE, causal, lengths)
     return Prepared((call,), (), num_tokens, 0)
 
 
@@ -332,37 +320,6 @@ def _prepare(
     sent = pack_calls(plan, lengths_of(meta))
     tensors = [torch.from_numpy(a).to(device) for a in sent.arrays]
     return cast(Prepared, sent.place(meta, tensors))
-
-
-def _attend(
-    plan: AttentionPlan,
-    q_THD: Tensor,
-    k: Tensor,
-    v: Tensor,
-    meta: VarlenMetadata | PagedMetadata,
-    sink_H: Tensor | None,
-) -> Attended:
-    """`k`, `v`: [N, P, K, D] where paged, else [S, K, D]."""
-    check_tensors(plan, q_THD, k, v, sink_H)
-    for t in (q_THD, k, v):
-        assert is_wide(t), f"strides {t.stride()}: rows start at borders of {WIDE_BYTES} bytes"
-    work = meta.work.get(plan, lambda: _prepare(plan, meta, q_THD.device))
-    num_tokens, site = q_THD.shape[0], plan.shape.site
-    assert num_tokens == work.num_tokens, f"{num_tokens} queries of {work.num_tokens}"
-    if not isinstance(meta, PagedMetadata):
-        assert k.shape[0] == v.shape[0] == work.num_keys, f"{len(k)} keys of {work.num_keys}"
-    out_THE = q_THD.new_empty((num_tokens, site.num_q_heads, site.head_dim_v))
-    lse_HT = q_THD.new_empty((site.num_q_heads, num_tokens), dtype=torch.float32)
-    if not isinstance(meta, PagedMetadata) and meta.batch > 1 and not meta.mended:
-        _mend(plan, k, v)
-    sink_H = None if sink_H is None else sink_H.float()
-    for rows in work.blank:
-        out_THE[rows] = 0
-        lse_HT[:, rows] = -torch.inf if sink_H is None else sink_H[:, None]
-    for call in work.calls:
-        rows, keys = call.rows, call.keys
-        _run(plan, call, (q_THD[rows], k[keys], v[keys], out_THE[rows], lse_HT[:, rows]), sink_H)
-    return Attended(out_THE, lse_HT.t())
 
 
 @cache
@@ -403,7 +360,7 @@ def _mend(plan: AttentionPlan, k_SKD: Tensor, v_SKE: Tensor) -> None:
 
 
 def _run(
-    plan: AttentionPlan, call: Call, tensors: tuple[Tensor, ...], sink_H: Tensor | None
+    plan: AttentionPlan, call: KernelCall, tensors: tuple[Tensor, ...], sink_H: Tensor | None
 ) -> None:
     """`tensors`: queries, keys, values, out and lse of a call."""
     arguments = forward_arguments(plan, call, sink_H)
@@ -420,7 +377,9 @@ def _run(
     call.kernels.combine(*joined, call.lengths[0], None, None, None, None)
 
 
-def forward_arguments(plan: AttentionPlan, call: Call, sink_H: Tensor | None) -> tuple[Any, ...]:
+def forward_arguments(
+    plan: AttentionPlan, call: KernelCall, sink_H: Tensor | None
+) -> tuple[Any, ...]:
     """Of a compiled kernel after its tensors, as `attention.fa4.RELEASE` has them."""
     site = plan.shape.site
     cu_q, cu_kv, kv_lens, table = call.lengths

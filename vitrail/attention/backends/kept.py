@@ -12,12 +12,13 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
 from triton import knobs
+
+from vitrail.attention.installed import release
 
 Kernel = Callable[..., None]
 FUNCTION = "kernel"  # the name in each object file
@@ -147,7 +148,7 @@ def _device() -> str:
 @cache
 def _made_from() -> str:
     """Releases of what compiles, and our sources."""
-    named = [f"python {sys.version_info[:2]}", *(f"{p} {_release(p)}" for p in PACKAGES)]
+    named = [f"python {sys.version_info[:2]}", *(f"{p} {release(p)}" for p in PACKAGES)]
     sources = hashlib.sha256()
     for source in SOURCES:
         sources.update((Path(__file__).parents[1] / source).read_bytes())
@@ -160,10 +161,3 @@ def _whole_package() -> str:
     for source in sorted(Path(__file__).parents[2].rglob("*.py")):
         sources.update(source.read_bytes())
     return sources.hexdigest()
-
-
-def _release(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "none"

@@ -11,7 +11,7 @@ queries and about as many keys, padded to the longest by repeating rows of their
 may read is decided on host ints, so a slot that holds no live key is never touched.
 
 Legend: T packed queries, S packed keys, H query heads, K key heads, G query heads a key head,
-D head_dim, E head_dim_v, N pages, P page size, C latent channels, B sequences of a span, Q queries
+D head_dim, E head_dim_v, N pages, P page size, B sequences of a span, Q queries
 of a sequence, X keys of a block; g, q: heads and queries of a block."""
 
 from collections.abc import Callable, Iterator, Sequence
@@ -24,9 +24,9 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from vitrail.attention.backend import UNSCALED, Attended, AttentionBackend
+from vitrail.attention.call import Call
 from vitrail.attention.metadata import PagedMetadata, VarlenMetadata, gather_slots
 from vitrail.attention.plan import AttentionPlan
-from vitrail.attention.records import Lengths
 from vitrail.attention.shape import AttentionSite
 from vitrail.config.model import KvScales
 
@@ -48,77 +48,20 @@ class _Span:
     kv_lens: tuple[int, ...]
 
 
-class Reference:
-    """Stateless."""
+class Reference(AttentionBackend):
+    """Packed keys sequence by sequence: they are contiguous, so nothing is gathered or padded.
+    Paged ones by spans of sequences; each block of keys is gathered once, by slot."""
 
-    def pack(self, plan: AttentionPlan, lengths: Lengths) -> None:
-        """Spans are decided on the host."""
-        return
-
-    def varlen(
-        self,
-        plan: AttentionPlan,
-        q_THD: Float[Tensor, "T H D"],
-        k_SKD: Float[Tensor, "S K D"],
-        v_SKE: Float[Tensor, "S K E"],
-        meta: VarlenMetadata,
-        sink_H: Float[Tensor, "H"] | None = None,
-    ) -> Attended:
-        """Sequence by sequence: keys are contiguous, so nothing is gathered or padded."""
+    def attend(self, call: Call) -> Attended:
+        plan, q_THD, k, v, meta, sink_H, scales = call
         _check(plan, q_THD, meta, sink_H)
         result = _blank(plan, q_THD, sink_H)
-        q_edges = list(accumulate(meta.q_lens, initial=0))
-        kv_edges = list(accumulate(meta.kv_lens, initial=0))
-        for seq, (q_len, kv_len) in enumerate(zip(meta.q_lens, meta.kv_lens, strict=True)):
-            if not q_len or not kv_len:
-                continue
-            rows = slice(q_edges[seq], q_edges[seq + 1])
-            keys = slice(kv_edges[seq], kv_edges[seq + 1])
-
-            def fetch(start: int, stop: int, keys: slice = keys) -> Keys:
-                return k_SKD[keys][None, start:stop], v_SKE[keys][None, start:stop]
-
-            span = _span(plan.shape.site, q_len, [meta.q_starts[seq]], [kv_len])
-            out, lse = _attend(plan, q_THD[None, rows], span, fetch, sink_H, UNSCALED)
-            result.out[rows], result.lse[rows] = out[0], lse[0]
+        if isinstance(meta, PagedMetadata):
+            _check_pages(plan, k, v, meta)
+            _paged(plan, q_THD, _reader(plan, k, v), meta, sink_H, scales, result)
+        else:
+            _packed(plan, q_THD, k, v, meta, sink_H, result)
         return result
-
-    def paged(
-        self,
-        plan: AttentionPlan,
-        q_THD: Float[Tensor, "T H D"],
-        k_NPKD: Float[Tensor, "N P K D"],
-        v_NPKE: Float[Tensor, "N P K E"],
-        meta: PagedMetadata,
-        sink_H: Float[Tensor, "H"] | None = None,
-        scales: KvScales = UNSCALED,
-    ) -> Attended:
-        """Spans of sequences; each block of keys is gathered once, by slot."""
-
-        def read(slots_X: Tensor) -> Keys:
-            return gather_slots(k_NPKD, slots_X), gather_slots(v_NPKE, slots_X)
-
-        _check_stored(plan, k_NPKD, v_NPKE)
-        return _paged(plan, q_THD, read, meta, sink_H, scales)
-
-    def latent(
-        self,
-        plan: AttentionPlan,
-        q_THC: Float[Tensor, "T H C"],
-        cache_NPC: Float[Tensor, "N P C"],
-        meta: PagedMetadata,
-        scales: KvScales = UNSCALED,
-    ) -> Attended:
-        """As `paged`; one gathered row is the key and, in its first channels, the value."""
-        rank = plan.shape.site.latent_rank
-
-        def read(slots_X: Tensor) -> Keys:
-            rows_X1C = gather_slots(cache_NPC, slots_X).unsqueeze(1)
-            return rows_X1C, rows_X1C[..., :rank]
-
-        assert scales.k == scales.v, f"{scales} of rows that are keys and values at once"
-        _check_stored(plan, cache_NPC)
-        return _paged(plan, q_THC, read, meta, None, scales)
 
 
 BACKEND: AttentionBackend = Reference()
@@ -139,10 +82,11 @@ def _check(
     assert site.sink == (sink_H is not None), f"sink planned: {site.sink}"
 
 
-def _check_stored(plan: AttentionPlan, *caches: Tensor) -> None:
+def _check_pages(plan: AttentionPlan, k: Tensor, v: Tensor, meta: PagedMetadata) -> None:
     stored = plan.shape.kv_dtype or plan.shape.dtype
-    for cache in caches:
+    for cache in (k, v):
         assert str(cache.dtype) == f"torch.{stored}", f"{cache.dtype}, planned {stored}"
+    assert meta.page_size == plan.shape.page_size, f"{meta.page_size}, {plan.shape.page_size}"
 
 
 def _blank(plan: AttentionPlan, q_THD: Tensor, sink_H: Tensor | None) -> Attended:
@@ -162,6 +106,42 @@ def _span(
     return _Span(q_len=q_len, q_starts=tuple(q_starts), lows=tuple(lows), kv_lens=tuple(kv_lens))
 
 
+def _packed(
+    plan: AttentionPlan,
+    q_THD: Tensor,
+    k_SKD: Tensor,
+    v_SKE: Tensor,
+    meta: VarlenMetadata,
+    sink_H: Tensor | None,
+    result: Attended,
+) -> None:
+    q_edges = list(accumulate(meta.q_lens, initial=0))
+    kv_edges = list(accumulate(meta.kv_lens, initial=0))
+    for seq, (q_len, kv_len) in enumerate(zip(meta.q_lens, meta.kv_lens, strict=True)):
+        if not q_len or not kv_len:
+            continue
+        rows = slice(q_edges[seq], q_edges[seq + 1])
+        keys = slice(kv_edges[seq], kv_edges[seq + 1])
+
+        def fetch(start: int, stop: int, keys: slice = keys) -> Keys:
+            return k_SKD[keys][None, start:stop], v_SKE[keys][None, start:stop]
+
+        span = _span(plan.shape.site, q_len, [meta.q_starts[seq]], [kv_len])
+        out, lse = _attend(plan, q_THD[None, rows], span, fetch, sink_H, UNSCALED)
+        result.out[rows], result.lse[rows] = out[0], lse[0]
+
+
+def _reader(plan: AttentionPlan, k_NPKD: Tensor, v_NPKE: Tensor) -> Callable[[Tensor], Keys]:
+    """Keys and values of slots; a gathered latent row is both."""
+    rank = plan.shape.site.latent_rank
+
+    def read(slots_X: Tensor) -> Keys:
+        k_XKD = gather_slots(k_NPKD, slots_X)
+        return k_XKD, k_XKD[..., :rank] if rank else gather_slots(v_NPKE, slots_X)
+
+    return read
+
+
 def _paged(
     plan: AttentionPlan,
     q_THD: Tensor,
@@ -169,10 +149,8 @@ def _paged(
     meta: PagedMetadata,
     sink_H: Tensor | None,
     scales: KvScales,
-) -> Attended:
-    _check(plan, q_THD, meta, sink_H)
-    assert meta.page_size == plan.shape.page_size, f"{meta.page_size}, {plan.shape.page_size}"
-    result = _blank(plan, q_THD, sink_H)
+    result: Attended,
+) -> None:
     device = q_THD.device
     edges = list(accumulate(meta.q_lens, initial=0))
     for seqs in _groups(meta, plan.block_batch):
@@ -189,7 +167,6 @@ def _paged(
         rows_BQ = firsts_B[:, None] + torch.arange(q_len, device=device)
         out_BQHE, lse_BQH = _attend(plan, q_THD[rows_BQ], span, fetch, sink_H, scales)
         result.out[rows_BQ], result.lse[rows_BQ] = out_BQHE, lse_BQH
-    return result
 
 
 def _groups(meta: PagedMetadata, block_batch: int) -> Iterator[list[int]]:

@@ -4,21 +4,20 @@ lengths into records (`records.py`), once a batch for all layers, and launches. 
 device for anything. `launches` is the one statement of how a kernel is specialised: what runs is
 what `attention/compile.py` proves.
 
-Legend: T packed queries, S packed keys, H query heads, K key heads, D head_dim, E head_dim_v,
-N pages, P page size, C latent rank + rotary channels."""
+Legend: T packed queries, H query heads, D head_dim, E head_dim_v."""
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from typing import NamedTuple
 
 import torch
-from jaxtyping import Float
 from torch import Tensor
 from triton import KernelInterface
 
-from vitrail.attention.backend import UNSCALED, Attended, AttentionBackend, Sent
-from vitrail.attention.call import WIDE_BYTES, check_lengths, check_tensors, is_wide
+from vitrail.attention.backend import Attended, AttentionBackend, Sent
+from vitrail.attention.call import WIDE_BYTES, Call, check_lengths, check_tensors, is_wide
 from vitrail.attention.kernels.attend import attend
 from vitrail.attention.kernels.combine import combine
 from vitrail.attention.metadata import PagedMetadata, VarlenMetadata, Work, lengths_of
@@ -27,12 +26,10 @@ from vitrail.attention.records import (
     COMBINE_FIELDS,
     COMBINE_SPLITS,
     Lengths,
-    padded,
     records_of,
 )
 from vitrail.attention.shape import PAGED, Phase
-from vitrail.attention.tiles import DTYPE_BYTES
-from vitrail.config.model import KvScales
+from vitrail.config.model import ITEM_BYTES, KvScales
 from vitrail.ops.launch import launch
 
 LOG2_E = math.log2(math.e)
@@ -120,8 +117,8 @@ def launches(plan: AttentionPlan, wide: bool = True) -> tuple[Launch, ...]:
             "WINDOW": site.window is not None and not single,
             "SOFTCAP": site.softcap is not None,
             "SINK": site.sink,
-            "UNIT": WIDE_BYTES // DTYPE_BYTES[shape.dtype] if wide else 1,
-            "KV_UNIT": WIDE_BYTES // DTYPE_BYTES[stored] if wide else 1,
+            "UNIT": WIDE_BYTES // ITEM_BYTES[shape.dtype] if wide else 1,
+            "KV_UNIT": WIDE_BYTES // ITEM_BYTES[stored] if wide else 1,
             "PEELED": peeled,
         },
         num_warps=plan.num_warps,
@@ -169,51 +166,45 @@ def join_launch(plan: AttentionPlan) -> Launch:
     )
 
 
-class Triton:
-    """Stateless."""
+class Triton(AttentionBackend):
+    """Pages of any size, any strides. Packed keys head by head and longest first, so that programs
+    at work together share them. A latent row is loaded once."""
 
     def pack(self, plan: AttentionPlan, lengths: Lengths) -> Sent:
         """Records."""
         return pack_records(plan, lengths)
 
-    def varlen(
-        self,
-        plan: AttentionPlan,
-        q_THD: Float[Tensor, "T H D"],
-        k_SKD: Float[Tensor, "S K D"],
-        v_SKE: Float[Tensor, "S K E"],
-        meta: VarlenMetadata,
-        sink_H: Float[Tensor, "H"] | None = None,
-    ) -> Attended:
-        """Head by head and longest first, so that programs at work together share their keys."""
-        return _attend(plan, q_THD, (k_SKD, v_SKE), meta, sink_H, UNSCALED)
-
-    def paged(
-        self,
-        plan: AttentionPlan,
-        q_THD: Float[Tensor, "T H D"],
-        k_NPKD: Float[Tensor, "N P K D"],
-        v_NPKE: Float[Tensor, "N P K E"],
-        meta: PagedMetadata,
-        sink_H: Float[Tensor, "H"] | None = None,
-        scales: KvScales = UNSCALED,
-    ) -> Attended:
-        """Any page size and strides."""
-        return _attend(plan, q_THD, (k_NPKD, v_NPKE), meta, sink_H, scales)
-
-    def latent(
-        self,
-        plan: AttentionPlan,
-        q_THC: Float[Tensor, "T H C"],
-        cache_NPC: Float[Tensor, "N P C"],
-        meta: PagedMetadata,
-        scales: KvScales = UNSCALED,
-    ) -> Attended:
-        """A row is loaded once and is key and, in its first channels, value."""
-        assert scales.k == scales.v, f"{scales} of rows that are keys and values at once"
-        rows_NP1C = cache_NPC[:, :, None]
-        kv = (rows_NP1C, rows_NP1C[..., : plan.shape.site.latent_rank])
-        return _attend(plan, q_THC, kv, meta, None, scales)
+    def attend(self, call: Call) -> Attended:
+        plan, q_THD, k, v, meta, sink_H, scales = call
+        check_tensors(call)
+        work = meta.work.get(plan, lambda: prepare(plan, meta, q_THD.device))
+        made, site = results(plan, q_THD, meta, work), plan.shape.site
+        if not len(work.items):
+            return made.attended
+        body = launches(plan, all(is_wide(t) for t in (q_THD, k, v)))[0]
+        q_unit, kv_unit = body.constants["UNIT"], body.constants["KV_UNIT"]
+        table = meta.block_table if isinstance(meta, PagedMetadata) else work.items
+        launch(
+            body.kernel,
+            (len(work.items) * site.num_kv_heads,),
+            q_THD.device,
+            q_THD,
+            k,
+            v,
+            made.lse_TH if sink_H is None else sink_H.float(),
+            *made,
+            table,
+            work.items,
+            *(stride // q_unit for stride in q_THD.stride()[:2]),
+            *(stride // kv_unit for t in (k, v) for stride in (t.stride(0), *t.stride()[-3:-1])),
+            table.stride(0),
+            0 if site.window is None else site.window,
+            *factors(plan, scales),
+            **body.constants,
+            **body.options,
+        )
+        join(plan, meta, work, made)
+        return made.attended
 
 
 BACKEND: AttentionBackend = Triton()
@@ -231,19 +222,13 @@ def pack_records(plan: AttentionPlan, lengths: Lengths) -> Sent:
 
 
 def prepare(
-    plan: AttentionPlan,
-    meta: VarlenMetadata | PagedMetadata,
-    device: torch.device,
-    room: tuple[int, int] | None = None,
+    plan: AttentionPlan, meta: VarlenMetadata | PagedMetadata, device: torch.device
 ) -> Work:
-    """The records of a batch, on the device by one copy that waits for nothing. `room`: as many
-    items and combines, the rest of them empty, for a graph that other batches use as well."""
+    """The records of a batch, on the device by one copy that waits for nothing."""
     check_lengths(plan, meta)
     if isinstance(meta, VarlenMetadata) and meta.longest:
         return _any_work(plan, meta.cu_q, sum(meta.q_lens))
     records = records_of(plan, lengths_of(meta))
-    if room is not None:
-        records = padded(records, *room)
     flat = torch.cat(
         [torch.from_numpy(records.items).flatten(), torch.from_numpy(records.combines).flatten()]
     )
@@ -253,7 +238,7 @@ def prepare(
     return Work(
         items=flat[:split].view(records.items.shape),
         combines=flat[split:].view(-1, COMBINE_FIELDS),
-        slots=records.slots if room is None else room[0],
+        slots=records.slots,
     )
 
 
@@ -279,87 +264,56 @@ def _any_work(plan: AttentionPlan, edges_B1: Tensor, num_tokens: int) -> Work:
     return Work(items=items, combines=items.new_zeros((0, COMBINE_FIELDS)), slots=0)
 
 
-def _attend(
-    plan: AttentionPlan,
-    q_THD: Tensor,
-    kv: tuple[Tensor, Tensor],
-    meta: VarlenMetadata | PagedMetadata,
-    sink_H: Tensor | None,
-    scales: KvScales,
-) -> Attended:
-    """`kv`: keys and values, [N, P, K, D] where paged, else [S, K, D]."""
-    k, v = kv
-    check_tensors(plan, q_THD, k, v, sink_H)
+class Results(NamedTuple):
+    """What a launch writes: rows, and those of the items of split sequences."""
+
+    out_THE: Tensor
+    lse_TH: Tensor
+    part: Tensor
+    part_lse: Tensor
+
+    @property
+    def attended(self) -> Attended:
+        return Attended(self.out_THE, self.lse_TH)
+
+
+def results(
+    plan: AttentionPlan, q_THD: Tensor, meta: VarlenMetadata | PagedMetadata, work: Work
+) -> Results:
+    """Not written yet."""
     assert len(q_THD) == sum(meta.q_lens), f"{len(q_THD)} queries of {sum(meta.q_lens)}"
     site, device = plan.shape.site, q_THD.device
-    num_tokens, kv_heads = q_THD.shape[0], site.num_kv_heads
-    out_THE = q_THD.new_empty((num_tokens, site.num_q_heads, site.head_dim_v))
+    out_THE = q_THD.new_empty((len(q_THD), site.num_q_heads, site.head_dim_v))
     lse_TH = torch.empty(out_THE.shape[:2], dtype=torch.float32, device=device)
-    work = meta.work.get(plan, lambda: prepare(plan, meta, device))
-    if not len(work.items):
-        return Attended(out_THE, lse_TH)
-    body = launches(plan, all(is_wide(t) for t in (q_THD, k, v)))[0]
-    q_unit, kv_unit = body.constants["UNIT"], body.constants["KV_UNIT"]
-    cells = work.slots * kv_heads * plan.tile_m
+    cells = work.slots * site.num_kv_heads * plan.tile_m
     part = torch.empty((cells, site.head_dim_v), dtype=torch.float32, device=device)
-    part_lse = torch.empty(cells, dtype=torch.float32, device=device)
-    table = meta.block_table if isinstance(meta, PagedMetadata) else work.items
-    launch(
-        body.kernel,
-        (len(work.items) * kv_heads,),
-        device,
-        q_THD,
-        k,
-        v,
-        lse_TH if sink_H is None else sink_H.float(),
-        out_THE,
-        lse_TH,
-        part,
-        part_lse,
-        table,
-        work.items,
-        *(stride // q_unit for stride in q_THD.stride()[:2]),
-        *(stride // kv_unit for t in (k, v) for stride in (t.stride(0), *t.stride()[-3:-1])),
-        table.stride(0),
-        0 if site.window is None else site.window,
-        *factors(plan, scales),
-        **body.constants,
-        **body.options,
-    )
-    join(plan, meta, work, out_THE, lse_TH, part, part_lse)
-    return Attended(out_THE, lse_TH)
+    return Results(out_THE, lse_TH, part, torch.empty(cells, dtype=torch.float32, device=device))
 
 
 def join(
     plan: AttentionPlan,
     meta: VarlenMetadata | PagedMetadata,
     work: Work,
-    out_THE: Tensor,
-    lse_TH: Tensor,
-    part: Tensor,
-    part_lse: Tensor,
+    made: Results,
 ) -> None:
     """Write the rows of split sequences from their partial results, where there are any."""
     if plan.max_splits == 1 or not len(work.combines):
         return
-    made, site = join_launch(plan), plan.shape.site
+    kernel, site = join_launch(plan), plan.shape.site
     group = site.num_q_heads // site.num_kv_heads
     live_rows = min(plan.tile_m, meta.max_q_len * group)
-    blocks = -(-site.head_dim_v // made.constants["E_BLOCK"])
+    blocks = -(-site.head_dim_v // kernel.constants["E_BLOCK"])
     num_rows = len(work.combines) * site.num_kv_heads * live_rows
     launch(
-        made.kernel,
+        kernel.kernel,
         (min(num_rows, JOIN_PROGRAMS), blocks),
-        out_THE.device,
-        out_THE,
-        lse_TH,
-        part,
-        part_lse,
+        made.out_THE.device,
+        *made,
         work.combines,
         live_rows,
         num_rows,
-        **made.constants,
-        **made.options,
+        **kernel.constants,
+        **kernel.options,
     )
 
 

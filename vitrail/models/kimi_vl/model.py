@@ -6,6 +6,7 @@ Legend: T packed tokens, M hidden channels, V vocabulary, N patches, F patch fea
 the tower."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from jaxtyping import Float, Int, UInt8
 from torch import Tensor, nn
@@ -14,21 +15,14 @@ from vitrail.attention.plan import PlanTable
 from vitrail.attention.shape import AttentionSite, Phase
 from vitrail.cache.spec import LayerSpec
 from vitrail.config.finding import Finding
-from vitrail.config.model import DType, ModelConfig, MoonVitConfig
+from vitrail.config.model import CHANNELS, DType, ModelConfig, MoonVitConfig
 from vitrail.config.reader import Keys
 from vitrail.layers.attention import MlaForms
 from vitrail.layers.context import ForwardContext
 from vitrail.layers.linear import torch_dtype
 from vitrail.models.bookkeeping import TRAINING, TRANSFORMERS
-from vitrail.models.deepseek_v3 import (
-    COLUMNS,
-    ROWS,
-    DeepseekV3ForCausalLM,
-    read_text_config,
-    text_ignored,
-    text_rows,
-    text_ties,
-)
+from vitrail.models.deepseek_v3 import DeepseekV3ForCausalLM, read_text_config, text_map
+from vitrail.models.dense import COLUMNS, ROWS
 from vitrail.models.interface import ImageShape
 from vitrail.models.reading import (
     MAX_CHANNELS,
@@ -36,14 +30,12 @@ from vitrail.models.reading import (
     MAX_LAYERS,
     MAX_PATCHES,
     broken,
-    checked_dtype,
-    read_generation,
-    read_token_facts,
+    model_config,
     sized,
 )
 from vitrail.models.rows import linear_rows, norm_rows
 from vitrail.ops.vision.naive import Grids
-from vitrail.vision.moonvit import CHANNELS, MoonVit
+from vitrail.vision.moonvit import MoonVit
 from vitrail.vision.projector import MergeProjector
 from vitrail.weights.mapping import Alias, Copy, Flatten, Row, WeightMap
 from vitrail.weights.sharding import Segment, Shard
@@ -74,27 +66,19 @@ def read_config(
     tied = keys.take_optional("tie_word_embeddings", bool)
     text = read_text_config(text_keys, tie_default=tied or False)
     vision = _read_vision(vision_keys)
-    outer, inner = read_token_facts(keys), read_token_facts(text_keys)
     image_token_id = keys.take("media_placeholder_token_id", int)
     keys.expect("vocab_size", text.vocab_size)
     keys.expect("tie_word_embeddings", text.tie_embeddings, None)
     keys.ignore((*TRANSFORMERS, *TRAINING))
-    for each in (text_keys, vision_keys, keys):
-        each.finish()
     keys.findings.extend(_vision_findings(vision, image_token_id, text.vocab_size))
-    eos = {*outer.eos, *inner.eos, *read_generation(generation, keys.findings)}
-    dtype = checked_dtype(outer.dtype or inner.dtype, keys.findings)
-    if keys.findings:
-        return keys.findings
-    return ModelConfig(
-        architecture="KimiVLForConditionalGeneration",
-        dtype=dtype,
-        text=text,
+    return model_config(
+        "KimiVLForConditionalGeneration",
+        keys,
+        text,
+        generation,
+        inner=(text_keys, vision_keys),
         vision=vision,
         image_token_id=image_token_id,
-        eos_token_ids=tuple(sorted(eos)),
-        bos_token_id=inner.bos if outer.bos is None else outer.bos,
-        pad_token_id=inner.pad if outer.pad is None else outer.pad,
     )
 
 
@@ -147,17 +131,9 @@ def _vision_findings(vision: MoonVitConfig, image_token_id: int, vocab: int) -> 
 
 def weight_map(config: ModelConfig) -> WeightMap:
     """Every published name of the three checkpoints, and other writers' names of them."""
-    vision = vision_of(config)
-    return WeightMap(
-        rows=(
-            *text_rows(config.text, "language_model.", "decoder."),
-            *_tower_rows(vision),
-            *_projector_rows(),
-        ),
-        ties=text_ties(config.text, "language_model.", "decoder."),
-        ignored=text_ignored("language_model."),
-        aliases=ALIASES,
-    )
+    text = text_map(config.text, "language_model.", "decoder.")
+    rows = (*text.rows, *_tower_rows(vision_of(config)), *_projector_rows())
+    return replace(text, rows=rows, aliases=ALIASES)
 
 
 def vision_of(config: ModelConfig) -> MoonVitConfig:

@@ -18,8 +18,8 @@ from vitrail.config.reader import Keys, load_json
 from vitrail.ops.resize.taps import columns_first
 from vitrail.vision.image import DecodedImage
 from vitrail.vision.preprocess import (
+    HALVES,
     ImageGrid,
-    Normalisation,
     PatchedImage,
     Separators,
     pad,
@@ -27,7 +27,6 @@ from vitrail.vision.preprocess import (
     resize,
 )
 
-NORMALISATION = Normalisation(mean=(0.5, 0.5, 0.5), std=(0.5, 0.5, 0.5))
 UNRESIZED_BYTES = 4  # of a picture for each of its patches', at most
 MAX_SIDE = 512  # patches; the authors' code raises from here on
 
@@ -62,8 +61,8 @@ class KimiVLProcessor:
         )
         keys.expect("image_processor_type", "KimiVLImageProcessor")
         keys.require("pad_input", True)
-        keys.require("image_mean", list(NORMALISATION.mean))
-        keys.require("image_std", list(NORMALISATION.std))
+        keys.require("image_mean", HALVES)
+        keys.require("image_std", HALVES)
         keys.ignore(_IGNORED)
         keys.finish()
         tower = (vision.take("patch_size", int), vision.take_ints("merge_kernel_size"))

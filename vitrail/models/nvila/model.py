@@ -16,14 +16,14 @@ from vitrail.attention.plan import PlanTable
 from vitrail.attention.shape import AttentionSite, Phase
 from vitrail.cache.spec import LayerSpec
 from vitrail.config.finding import Finding
-from vitrail.config.model import DType, ModelConfig, SiglipConfig
+from vitrail.config.model import CHANNELS, DType, ModelConfig, SiglipConfig
 from vitrail.config.reader import Keys
 from vitrail.layers.context import ForwardContext
 from vitrail.layers.decoder import DenseForCausalLM
 from vitrail.layers.linear import torch_dtype
 from vitrail.models import qwen2
 from vitrail.models.bookkeeping import TRAINING, TRANSFORMERS
-from vitrail.models.dense import COLUMNS, ROWS, text_ignored, text_rows, text_ties
+from vitrail.models.dense import COLUMNS, ROWS, text_map
 from vitrail.models.interface import ImageShape
 from vitrail.models.nvila.processor import IMAGE_TOKEN_ID, MERGE, SCALES, projector_kind
 from vitrail.models.reading import (
@@ -33,14 +33,11 @@ from vitrail.models.reading import (
     MAX_PATCHES,
     MAX_POSITIONS,
     broken,
-    checked_dtype,
-    read_generation,
-    read_token_facts,
+    model_config,
     sized,
 )
 from vitrail.models.rows import linear_rows, norm_rows
 from vitrail.ops.vision.naive import Grids
-from vitrail.vision.moonvit import CHANNELS
 from vitrail.vision.siglip import Siglip
 from vitrail.vision.tiles import TileProjector
 from vitrail.weights.mapping import Alias, Copy, Flatten, Fuse, Ignore, Row, WeightMap
@@ -128,23 +125,15 @@ def read_config(
     vision = _read_vision(vision_keys, generation_kind)
     if tied is not None:
         keys.expect("tie_word_embeddings", text.tie_embeddings)
-    outer, inner = read_token_facts(keys), read_token_facts(text_keys)
-    for each in (text_keys, vision_keys, keys):
-        each.finish()
     keys.findings.extend(_findings(vision, image_token_id, frames))
-    eos = {*outer.eos, *inner.eos, *read_generation(generation, keys.findings)}
-    dtype = checked_dtype(outer.dtype or inner.dtype, keys.findings)
-    if keys.findings:
-        return keys.findings
-    return ModelConfig(
-        architecture=architecture,
-        dtype=dtype,
-        text=text,
+    return model_config(
+        architecture,
+        keys,
+        text,
+        generation,
+        inner=(text_keys, vision_keys),
         vision=vision,
         image_token_id=image_token_id,
-        eos_token_ids=tuple(sorted(eos)),
-        bos_token_id=inner.bos if outer.bos is None else outer.bos,
-        pad_token_id=inner.pad if outer.pad is None else outer.pad,
         video_frames=frames,
     )
 
@@ -223,18 +212,14 @@ def _findings(vision: SiglipConfig, image_token_id: int, video_frames: int | Non
 
 def weight_map(config: ModelConfig) -> WeightMap:
     """Published names of both generations, and other writers' names of them."""
-    vision = vision_of(config)
+    vision, text = vision_of(config), text_map(config.text, "llm.", "decoder.")
     last = f"{TOWER}encoder.layers.{vision.num_layers - 1}.*"
     unread = "features are those before the last layer"
     return WeightMap(
-        rows=(
-            *text_rows(config.text, "llm.", "decoder."),
-            *_tower_rows(vision),
-            *_projector_rows(vision),
-        ),
-        ties=text_ties(config.text, "llm.", "decoder."),
+        rows=(*text.rows, *_tower_rows(vision), *_projector_rows(vision)),
+        ties=text.ties,
         ignored=(
-            *text_ignored("llm."),
+            *text.ignored,
             Ignore(checkpoint=last, why=unread),
             Ignore(checkpoint=f"{TOWER}post_layernorm.*", why=unread),
             Ignore(checkpoint=f"{TOWER}head.*", why="no pooled output is asked for"),

@@ -25,8 +25,8 @@ from vitrail.config.model import PatchRules
 from vitrail.config.reader import Keys, load_json
 from vitrail.vision.image import DecodedImage
 from vitrail.vision.preprocess import (
+    HALVES,
     ImageGrid,
-    Normalisation,
     PatchedImage,
     Pixels,
     Separators,
@@ -35,7 +35,6 @@ from vitrail.vision.preprocess import (
     resize,
 )
 
-NORMALISATION = Normalisation(mean=(0.5, 0.5, 0.5), std=(0.5, 0.5, 0.5))
 MAX_TILES = 12
 SCALES = (1, 2)  # tiles a side of the scales below the last, 448 and 896 of 448, 896, 1344
 MIN_TILES = 9  # of the last scale: as many as its square would have
@@ -71,8 +70,8 @@ class NvilaProcessor:
         size = {"height": image_size, "width": image_size}
         keys.require("size", size)
         keys.expect("image_processor_type", "SiglipImageProcessor", "SiglipImageProcessorFast")
-        keys.require("image_mean", list(NORMALISATION.mean))
-        keys.require("image_std", list(NORMALISATION.std))
+        keys.require("image_mean", HALVES)
+        keys.require("image_std", HALVES)
         keys.expect("resample", _BICUBIC)
         keys.expect("rescale_factor", _RESCALE)
         for flag in ("do_resize", "do_rescale", "do_normalize"):

@@ -9,7 +9,7 @@ from torch import Tensor
 from vitrail.ops.launch import launch
 from vitrail.ops.linear.table import fixed_way
 from vitrail.ops.linear.triton import fixed_kernel
-from vitrail.ops.norm.triton import add_rms_norm, rms_norm
+from vitrail.ops.norm.triton import add_rms_norm
 
 
 def linear(x_TK: Tensor, weight_OK: Tensor, bias_O: Tensor | None) -> Tensor:
@@ -26,10 +26,7 @@ def add_norm_linear(
     x_TK: Tensor, residual_TK: Tensor | None, norm_K: Tensor, eps: float, weight_OK: Tensor
 ) -> tuple[Tensor, Tensor]:
     """`naive.add_norm_linear`."""
-    if residual_TK is None:
-        normed_TK, total_TK = rms_norm(x_TK, norm_K, eps), x_TK
-    else:
-        normed_TK, total_TK = add_rms_norm(x_TK, residual_TK, norm_K, eps)
+    normed_TK, total_TK = add_rms_norm(x_TK, residual_TK, norm_K, eps)
     return linear(normed_TK, weight_OK, None), total_TK
 
 

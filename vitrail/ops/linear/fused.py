@@ -8,7 +8,7 @@ from torch import Tensor
 from vitrail.ops.launch import launch_early, may_start_early
 from vitrail.ops.linear.table import Way, way
 from vitrail.ops.linear.triton import rows_kernel
-from vitrail.ops.norm.triton import add_rms_norm, rms_norm
+from vitrail.ops.norm.triton import add_rms_norm
 
 
 def linear(x_TK: Tensor, weight_OK: Tensor, bias_O: Tensor | None) -> Tensor:
@@ -36,40 +36,15 @@ def add_norm_linear(
     chosen = _way(x_TK, weight_OK, normed=True)
     if chosen is not None:
         return norm_product(chosen, x_TK, residual_TK, norm_K, eps, weight_OK)
-    if residual_TK is None:
-        normed_TK, total_TK = rms_norm(x_TK, norm_K, eps), x_TK
-    else:
-        normed_TK, total_TK = add_rms_norm(x_TK, residual_TK, norm_K, eps)
+    normed_TK, total_TK = add_rms_norm(x_TK, residual_TK, norm_K, eps)
     return linear(normed_TK, weight_OK, None), total_TK
 
 
 def product(chosen: Way, x_TK: Tensor, weight_OK: Tensor, dtype: torch.dtype) -> Tensor:
     """x weight^T in `dtype`, the way that was chosen."""
-    tokens, (outputs, channels) = len(x_TK), _check(x_TK, weight_OK)
-    out_TO = torch.empty((tokens, outputs), dtype=dtype, device=x_TK.device)
-    launch_early(
-        rows_kernel,
-        (-(-outputs // chosen.outputs),),
-        x_TK.device,
-        x_TK,
-        x_TK,
-        x_TK,
-        weight_OK,
-        out_TO,
-        out_TO,
-        tokens,
-        x_TK.stride(0),
-        0,
-        0.0,
-        TOKENS=1 << (tokens - 1).bit_length(),
-        OUTPUTS=outputs,
-        K=channels,
-        K_BLOCK=chosen.channels,
-        O_BLOCK=chosen.outputs,
-        NORM=False,
-        ADD=False,
-        num_warps=chosen.warps,
-    )
+    outputs, _ = _check(x_TK, weight_OK)
+    out_TO = torch.empty((len(x_TK), outputs), dtype=dtype, device=x_TK.device)
+    _launch(chosen, x_TK, (x_TK, x_TK), weight_OK, (out_TO, out_TO), 0.0, NORM=False, ADD=False)
     return out_TO
 
 
@@ -89,30 +64,43 @@ def norm_product(
     assert add.shape == x_TK.shape, f"{tuple(add.shape)} to {tuple(x_TK.shape)}"
     assert add.stride(1) == 1, add.stride()
     total_TK = x_TK if residual_TK is None else x_TK.new_empty((tokens, channels))
+    results, adds = (out_TO, total_TK), residual_TK is not None
+    _launch(chosen, x_TK, (add, norm_K), weight_OK, results, eps, NORM=True, ADD=adds)
+    return results
+
+
+def _launch(
+    chosen: Way,
+    x_TK: Tensor,
+    before: tuple[Tensor, Tensor],
+    weight_OK: Tensor,
+    results: tuple[Tensor, Tensor],
+    eps: float,
+    **switches: bool,
+) -> None:
+    """`before`: what is added, and the norm; `results`: products and sums. Where `switches` leave
+    something out, any tensor stands for it."""
+    tokens, (outputs, channels) = len(x_TK), weight_OK.shape
     launch_early(
         rows_kernel,
         (-(-outputs // chosen.outputs),),
         x_TK.device,
         x_TK,
-        add,
-        norm_K,
+        *before,
         weight_OK,
-        out_TO,
-        total_TK,
+        *results,
         tokens,
         x_TK.stride(0),
-        add.stride(0),
+        before[0].stride(0),
         eps,
         TOKENS=1 << (tokens - 1).bit_length(),
         OUTPUTS=outputs,
         K=channels,
         K_BLOCK=chosen.channels,
         O_BLOCK=chosen.outputs,
-        NORM=True,
-        ADD=residual_TK is not None,
         num_warps=chosen.warps,
+        **switches,
     )
-    return out_TO, total_TK
 
 
 def _way(x_TK: Tensor, weight_OK: Tensor, normed: bool = False) -> Way | None:

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
-from vitrail.ops.norm.naive import add_rms_norm, rms_norm
+from vitrail.ops.norm.naive import add_rms_norm
 
 
 def linear(
@@ -30,8 +30,5 @@ def add_norm_linear(
 ) -> tuple[Float[Tensor, "T O"], Float[Tensor, "T K"]]:
     """(norm(x + residual) weight^T, x + residual), each step rounded to x's dtype; without a
     residual, of x alone."""
-    if residual_TK is None:
-        normed_TK, total_TK = rms_norm(x_TK, norm_K, eps), x_TK
-    else:
-        normed_TK, total_TK = add_rms_norm(x_TK, residual_TK, norm_K, eps)
+    normed_TK, total_TK = add_rms_norm(x_TK, residual_TK, norm_K, eps)
     return F.linear(normed_TK, weight_OK), total_TK

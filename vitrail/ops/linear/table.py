@@ -10,7 +10,6 @@ from typing import NamedTuple
 MAX_CHANNELS = 4096  # the matrix's rows are held whole
 # (tokens, elements of the matrix) up to which ours is the quicker on an H200, in bf16, cold
 TURNS = ((1, 1 << 62), (2, 8 << 20), (4, 4 << 20))
-MAX_TURNS = TURNS[-1][0]
 THREAD_VALUES = 64  # of the matrix that a thread holds: more leave no room for the next kernel's
 WARP = 32
 

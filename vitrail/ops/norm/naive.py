@@ -19,10 +19,13 @@ def rms_norm(
 
 def add_rms_norm(
     x_TM: Float[Tensor, "T M"],
-    residual_TM: Float[Tensor, "T M"],
+    residual_TM: Float[Tensor, "T M"] | None,
     weight_M: Float[Tensor, "M"],
     eps: float,
 ) -> tuple[Float[Tensor, "T M"], Float[Tensor, "T M"]]:
-    """(norm of x + residual, x + residual). The sum is rounded to x's dtype before it is normed."""
+    """(norm of x + residual, x + residual). The sum is rounded to x's dtype before it is normed. No
+    residual: (norm of x, x)."""
+    if residual_TM is None:
+        return rms_norm(x_TM, weight_M, eps), x_TM
     total_TM = x_TM + residual_TM
     return rms_norm(total_TM, weight_M, eps), total_TM

@@ -19,9 +19,11 @@ def rms_norm(x_TM: Tensor, weight_M: Tensor, eps: float) -> Tensor:
 
 
 def add_rms_norm(
-    x_TM: Tensor, residual_TM: Tensor, weight_M: Tensor, eps: float
+    x_TM: Tensor, residual_TM: Tensor | None, weight_M: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
     """`naive.add_rms_norm`."""
+    if residual_TM is None:
+        return rms_norm(x_TM, weight_M, eps), x_TM
     return _norm(x_TM, residual_TM, weight_M, eps)
 
 

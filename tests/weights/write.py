@@ -10,7 +10,7 @@ from jaxtyping import Shaped
 from safetensors.torch import save_file  # pyright: ignore[reportUnknownVariableType]
 from torch import Tensor
 
-from vitrail.config.finding import Finding, Refused
+from vitrail.config.finding import Refused
 from vitrail.weights.headers import INDEX_FILE, SINGLE_FILE
 from vitrail.weights.load import draw, initial, torch_dtype
 from vitrail.weights.mapping import Match, Names, Piece, WeightMap, filled
@@ -49,13 +49,11 @@ def write_parameters(
     folder.mkdir(parents=True, exist_ok=True)
     present = sorted(path.name for path in folder.glob("*.safetensors*"))
     if present:
-        raise Refused(
-            Finding(
-                where=folder.name,
-                saw=f"it holds {', '.join(present)}",
-                rule="a checkpoint is written into a folder without weights",
-                change="give another folder or remove them",
-            )
+        raise Refused.because(
+            where=folder.name,
+            saw=f"it holds {', '.join(present)}",
+            rule="a checkpoint is written into a folder without weights",
+            change="give another folder or remove them",
         )
     if num_shards == 1:
         save_file(tensors, folder / SINGLE_FILE, metadata={"format": "pt"})
@@ -85,12 +83,12 @@ def tensors_of(
     tensors: dict[str, Tensor] = {}
     for index, holes in instances:
         row = weight_map.rows[index]
-        targets = [parameters[filled(pattern, holes)] for pattern in row.parameters]
-        for source in row.sources(tuple(tuple(target.shape) for target in targets)):
-            stored = torch.empty(source.shape, dtype=targets[source.pieces[0].target].dtype)
+        parameter = parameters[filled(row.parameter, holes)]
+        for source in row.sources(tuple(parameter.shape)):
+            stored = torch.empty(source.shape, dtype=parameter.dtype)
             viewed = stored.view(source.view or source.shape)
             for piece in source.pieces:
-                _store(viewed, piece, targets[piece.target])
+                _store(viewed, piece, parameter)
             tensors[filled(source.checkpoint, holes)] = stored
     return tensors
 
