@@ -46,8 +46,6 @@ _COLUMNS |= {32: SmemLayoutAtomKind.MN_SW64, 64: SmemLayoutAtomKind.MN_SW128}
 class DecodeSm90:
     """The kernel of one `Spec`."""
 
-    early_keys = False  # bench only
-
     def __init__(self, spec: Spec):
         self.spec = spec
         self.dtype = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16}[spec.half]
@@ -213,12 +211,7 @@ class DecodeSm90:
         cute.arch.sync_threads()
         # What was launched before may still write what is read from here on; what comes after may
         # be launched as soon as every program runs, and waits itself.
-        early = const_expr(self.early_keys and spec.single and spec.bulk and spec.groups == 1)
-        if const_expr(early):
-            if warp < 4 * spec.groups:
-                cute.arch.griddepcontrol_wait()
-        else:
-            cute.arch.griddepcontrol_wait()
+        cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
         s_q = storage.q.get_tensor(q_layout.outer, swizzle=q_layout.inner)
         s_k = storage.k.get_tensor(k_layout.outer, swizzle=k_layout.inner)
@@ -258,7 +251,7 @@ class DecodeSm90:
                     elif warp == 4 * spec.groups:
                         self._load_boxes(
                             mTable, base, kv_head, atom_k, tma_k, atom_v, tma_v, storage, start,
-                            hi, count, done, mItems[item, 3], early,
+                            hi, count, done,
                         )  # fmt: skip
                     done += count
 
@@ -312,9 +305,8 @@ class DecodeSm90:
 
     @cute.jit
     def _load_boxes(
-        self, mTable, base, kv_head, atom_k, tma_k, atom_v, tma_v, storage, start, hi, count, done,
-        q_pos, early: cutlass.Constexpr[bool],
-    ):  # fmt: skip
+        self, mTable, base, kv_head, atom_k, tma_k, atom_v, tma_v, storage, start, hi, count, done
+    ):
         """One warp: each lane looks one box's page up, for 32 boxes at a time. The wide tiles of
         latents go first, as there are more of them."""
         spec = self.spec
@@ -330,9 +322,6 @@ class DecodeSm90:
                 key = cutlass.min(start + (first + lane) * box, hi - 1)
                 page = mTable[base, key // spec.page]
             n0 = start + i * KEYS
-            if const_expr(early):  # noqa: SIM102
-                if n0 + KEYS > q_pos:
-                    cute.arch.griddepcontrol_wait()  # the newest key may still be written
             live = cutlass.min(cute.ceil_div(hi - n0, box), boxes)
             at = (done + i, first, n0, live, page)
             if const_expr(spec.latent):

@@ -33,7 +33,6 @@ from vitrail.ops.record import on_gpu
 
 ROUTER_BK = 64  # channels of a span that are multiplied at once
 LAID = 16  # blocks that a program of `moe_lay` lays
-KNOWN = True  # bench only
 WIDE = 1024  # channels that a program of `moe_join` adds
 
 
@@ -68,8 +67,6 @@ def triton_mixture(
     shape = ExpertsShape(hidden, inner, experts, choice.top_k + choice.num_shared)
     plan = fixed_plan(shape, gpu) if fixed else experts_plan(len(x_TM), shape, gpu)
     routing, placed = triton_route(x_TM, router_VM, bias_V, choice, plan)
-    if plan.alone is not None and len(x_TM) == 1:
-        return alone(x_TM, routing, gate_up_XFM, down_XMI, choice.num_shared, plan)
     return triton_experts(x_TM, routing, gate_up_XFM, down_XMI, plan, placed)
 
 
@@ -187,64 +184,6 @@ def triton_experts(
     return join(part_SM, routing, experts, plan)
 
 
-def alone(
-    x_1M: Float[Tensor, "1 M"],
-    routing: Routing,
-    gate_up_XFM: Float[Tensor, "X F M"],
-    down_XMI: Float[Tensor, "X M I"],
-    num_shared: int,
-    plan: ExpertsPlan,
-) -> Float[Tensor, "1 M"]:
-    """As `triton_experts` of one token, whose last `num_shared` choices are the last experts."""
-    assert plan.alone is not None, plan
-    (experts, hidden, inner), rows = down_XMI.shape, plan.alone
-    ids_1K = routing.expert_ids
-    slots, early = ids_1K.numel(), _early(plan.early)
-    act_KI = x_1M.new_empty((slots, inner))
-    _run(
-        kernels.moe_up_alone,
-        (slots * -(-inner // rows.up),),
-        x_1M,
-        gate_up_XFM,
-        act_KI,
-        ids_1K,
-        experts,
-        M=hidden,
-        INNER=inner,
-        K=slots,
-        SHARED=num_shared,
-        ROWS=rows.up,
-        **_blocks(hidden),
-        num_warps=rows.up_warps,
-        **early,
-    )
-    part_KM = x_1M.new_empty((slots, hidden))
-    _run(
-        kernels.moe_down_alone,
-        (slots * -(-hidden // rows.down),),
-        act_KI,
-        down_XMI,
-        part_KM,
-        ids_1K,
-        experts,
-        M=hidden,
-        INNER=inner,
-        K=slots,
-        ROWS=rows.down,
-        **_blocks(inner),
-        num_warps=rows.down_warps,
-        **early,
-    )
-    return join(part_KM, routing, experts, plan, KNOWN)
-
-
-def _blocks(channels: int) -> dict[str, int]:
-    """Channels as a power of two and what is left of them, rounded up to one."""
-    block = 1 << (channels.bit_length() - 1)
-    rest = channels - block
-    return {"BLOCK": block, "REST": power_of_2(rest) if rest else 0}
-
-
 def place(expert_ids: Int[Tensor, "T K"], num_experts: int, plan: ExpertsPlan) -> Placed:
     """The batch's slots in blocks of one expert each."""
     slots, placed = expert_ids.numel(), _room(expert_ids, num_experts, plan)
@@ -344,14 +283,9 @@ def run_down(
 
 
 def join(
-    part_SM: Float[Tensor, "S M"],
-    routing: Routing,
-    num_experts: int,
-    plan: ExpertsPlan,
-    known: bool = False,
+    part_SM: Float[Tensor, "S M"], routing: Routing, num_experts: int, plan: ExpertsPlan
 ) -> Float[Tensor, "T M"]:
-    """Each token's weighted sum over its choices, in their order. `known`: what was launched before
-    began after these were chosen."""
+    """Each token's weighted sum over its choices, in their order."""
     (tokens, top_k), hidden = routing.expert_ids.shape, part_SM.shape[1]
     out_TM = part_SM.new_empty((tokens, hidden))
     width = min(power_of_2(hidden), WIDE)
@@ -367,7 +301,6 @@ def join(
         K=top_k,
         KP=power_of_2(top_k),
         BN=width,
-        KNOWN=known,
         num_warps=4,
         **_early(plan.early),
     )
@@ -415,7 +348,6 @@ def _options(tile: Tile, plan: ExpertsPlan, placed: Placed, top_k: int) -> dict[
         "SWAP": tile.swap,
         "DIRECT": placed.direct,
         "HALVES": tile.halves and not placed.direct,
-        "BACKWARD": tile.backward,
         "num_warps": tile.warps,
         "num_stages": tile.stages,
         **_early(plan.early),

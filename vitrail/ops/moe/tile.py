@@ -7,10 +7,9 @@ from dataclasses import dataclass
 class Tile:
     """One product's tiles: BN output channels (of gate and of up each), BK input channels a step.
     `swap`: weights are the left operand, for few tokens. `halves`: blocks that are at most half
-    full take half a tile. `backward`: the last block, a shared expert's, first. Of up alone:
-    `paired`, gate and up are one product (not with `swap`, where they would pass through
-    registers). Of down alone: `sorted`, rows come by descriptor; `programs`, 0 or how many share
-    all tiles, in one loop (`flat`) or two."""
+    full take half a tile. Of up alone: `paired`, gate and up are one product (not with `swap`,
+    where they would pass through registers). Of down alone: `sorted`, rows come by descriptor;
+    `programs`, 0 or how many share all tiles, in one loop (`flat`) or two."""
 
     bn: int
     bk: int
@@ -22,7 +21,6 @@ class Tile:
     flat: bool = False
     halves: bool = False
     paired: bool = False
-    backward: bool = False
 
     def __post_init__(self) -> None:
         assert not self.halves or not self.programs, self
@@ -30,25 +28,13 @@ class Tile:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Alone:
-    """One token's products, rows of the matrices in registers: so many output channels a program
-    (of gate and of up each), and its warps."""
-
-    up: int
-    down: int
-    up_warps: int = 8
-    down_warps: int = 8
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertsPlan:
     """`bt`: rows of a block. `early`: each launch may start while the one before it works (1), or
     while that waits as well (2), which takes room; 0: not. `fixed`: neither the router's tiles nor
-    how rows are placed depend on how many there are. `alone`: one token's own kernels."""
+    how rows are placed depend on how many there are."""
 
     bt: int
     up: Tile
     down: Tile
     early: int = 1
     fixed: bool = False
-    alone: Alone | None = None

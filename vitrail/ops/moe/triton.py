@@ -342,17 +342,15 @@ def moe_up(
     M: tl.constexpr, INNER: tl.constexpr, K: tl.constexpr, KP: tl.constexpr,
     BT: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     SWAP: tl.constexpr, PAIRED: tl.constexpr, DIRECT: tl.constexpr, HALVES: tl.constexpr,
-    BACKWARD: tl.constexpr, EARLY: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """x [T, M] to act [blocks * BT, I]; `gate_up` is a descriptor of [BN, BK] boxes (PAIRED: of
     [1, 2, BN, BK] boxes of [X, 2, I, M]). Programs are numbered by block, then by channels. HALVES:
-    a block that is at most half full takes half a tile. BACKWARD: the last block first."""
+    a block that is at most half full takes half a tile."""
     _begin(EARLY)
     tiles: tl.constexpr = (INNER + BN - 1) // BN
     HALF: tl.constexpr = BT // 2
     block = tl.program_id(0) // tiles
-    if BACKWARD:
-        block = max_blocks - 1 - block
     tile = tl.program_id(0) % tiles
     expert, slot, first, live = _owner(rows, blocks, ids, block, tokens, slots, num_experts,
                                 K, KP, BT, DIRECT)  # fmt: skip
@@ -377,7 +375,7 @@ def moe_down(
     M: tl.constexpr, INNER: tl.constexpr, K: tl.constexpr, KP: tl.constexpr,
     BT: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     SWAP: tl.constexpr, SORTED: tl.constexpr, PROGRAMS: tl.constexpr, FLAT: tl.constexpr,
-    DIRECT: tl.constexpr, HALVES: tl.constexpr, BACKWARD: tl.constexpr, EARLY: tl.constexpr,
+    DIRECT: tl.constexpr, HALVES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """As `moe_up`, from act [blocks * BT, I] to part [S, M]. SORTED: `act` and `act_half` are
     descriptors of whole and half blocks of rows. PROGRAMS 0: one tile a program, else so many
@@ -387,8 +385,6 @@ def moe_down(
     HALF: tl.constexpr = BT // 2
     if PROGRAMS == 0:
         block = tl.program_id(0) // tiles
-        if BACKWARD:
-            block = max_blocks - 1 - block
         tile = tl.program_id(0) % tiles
         expert, slot, first, live = _owner(rows, blocks, ids, block, tokens, slots, num_experts,
                                     K, KP, BT, DIRECT)  # fmt: skip
@@ -418,134 +414,18 @@ def moe_down(
 @triton.jit(do_not_specialize=SIZES)
 def moe_join(
     out, part, ids, weights, num_experts,
-    M: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, BN: tl.constexpr, KNOWN: tl.constexpr,
-    EARLY: tl.constexpr,
+    M: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, BN: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """out[t, n] = sum over k of weights[t, k] * part[t * K + k, n] for the BN channels of program
-    (t, j); a choice that is nobody's adds nothing, whatever `part` holds there. KNOWN: choices are
-    there before the wait, as one token's are."""
-    if not KNOWN:
-        _begin(EARLY)
+    (t, j); a choice that is nobody's adds nothing, whatever `part` holds there."""
+    _begin(EARLY)
     token = tl.program_id(0).to(tl.int64)
     n = tl.program_id(1) * BN + tl.arange(0, BN)
     k = tl.arange(0, KP)
-    expert = tl.load(ids + token * K + k, mask=k < K, other=-1, cache_modifier=".cg")
+    expert = tl.load(ids + token * K + k, mask=k < K, other=-1)
     chosen = (expert >= 0) & (expert < num_experts)
-    weight = tl.load(weights + token * K + k, mask=k < K, other=0.0, cache_modifier=".cg")
-    weight = tl.where(chosen, weight, 0.0)
-    if KNOWN:
-        _begin(EARLY)
+    weight = tl.load(weights + token * K + k, mask=chosen, other=0.0)
     at = part + (token * K + k)[:, None] * M + n[None, :]
     value = tl.load(at, mask=chosen[:, None] & (n < M)[None, :], other=0.0).to(tl.float32)
     total = tl.sum(value * weight[:, None], 0)
     tl.store(out + token * M + n, total.to(out.dtype.element_ty), mask=n < M)
-
-
-# One token: its experts are a read of the matrices that it chose. Each program holds a few rows of
-# one expert, whole, in registers; programs are numbered by slot, the last slot first.
-#
-#     up    | known before the router: shared experts' rows | wait | ids, the others' rows, x, act
-#     down  | ids, rows | wait | act, part
-#
-# So shared experts' rows are on their way while the router chooses, and `down`'s while the last
-# programs of `up` work. `up` lets `down` start only once it has waited itself: what was chosen
-# is there then.
-
-
-@triton.jit
-def _rows(matrix, n, most, first, WIDTH: tl.constexpr, END: tl.constexpr, BLOCK: tl.constexpr):
-    """Channels [first, first + BLOCK), up to END, of rows `n` of a matrix of rows of WIDTH; rows
-    from `most` on are zero."""
-    k = first + tl.arange(0, BLOCK)
-    at = matrix + n.to(tl.int64)[:, None] * WIDTH + k[None, :]
-    inside = (n < most)[:, None] & (k < END)[None, :]
-    return tl.load(at, mask=inside, other=0.0, eviction_policy="evict_first")
-
-
-@triton.jit
-def _vector(x, first, END: tl.constexpr, BLOCK: tl.constexpr):
-    k = first + tl.arange(0, BLOCK)
-    return tl.load(x + k, mask=k < END, other=0.0)
-
-
-@triton.jit
-def _product(w, x):
-    return tl.sum(w.to(tl.float32) * x.to(tl.float32)[None, :], 1)
-
-
-@triton.jit(do_not_specialize=["num_experts"])
-def moe_up_alone(
-    x, gate_up, act, ids, num_experts,
-    M: tl.constexpr, INNER: tl.constexpr, K: tl.constexpr, SHARED: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, REST: tl.constexpr, EARLY: tl.constexpr,
-):  # fmt: skip
-    """act[slot] = silu(gate x) * up x, ROWS channels a program, of x [M]. The last SHARED slots are
-    the last experts'. BLOCK and REST (or 0) channels cover M."""
-    tiles: tl.constexpr = (INNER + ROWS - 1) // ROWS
-    slot = K - 1 - tl.program_id(0) // tiles
-    n = tl.program_id(0) % tiles * ROWS + tl.arange(0, ROWS)
-    if slot >= K - SHARED:
-        expert = num_experts - K + slot
-        most = INNER
-        matrix = gate_up + expert.to(tl.int64) * (2 * INNER * M)
-        gate = _rows(matrix, n, most, 0, M, M, BLOCK)
-        up = _rows(matrix + INNER * M, n, most, 0, M, M, BLOCK)
-        if REST:
-            gate_rest = _rows(matrix, n, most, BLOCK, M, M, REST)
-            up_rest = _rows(matrix + INNER * M, n, most, BLOCK, M, M, REST)
-        if EARLY:
-            gdc_wait()
-    else:
-        if EARLY:
-            gdc_wait()
-        expert = tl.load(ids + slot).to(tl.int32)
-        most = tl.where((expert >= 0) & (expert < num_experts), INNER, 0)
-        matrix = gate_up + expert.to(tl.int64) * (2 * INNER * M)
-        gate = _rows(matrix, n, most, 0, M, M, BLOCK)
-        up = _rows(matrix + INNER * M, n, most, 0, M, M, BLOCK)
-        if REST:
-            gate_rest = _rows(matrix, n, most, BLOCK, M, M, REST)
-            up_rest = _rows(matrix + INNER * M, n, most, BLOCK, M, M, REST)
-    if EARLY:
-        gdc_launch_dependents()
-    row = _vector(x, 0, M, BLOCK)
-    if REST:
-        row_rest = _vector(x, BLOCK, M, REST)
-    a = _product(gate, row)
-    b = _product(up, row)
-    if REST:
-        a += _product(gate_rest, row_rest)
-        b += _product(up_rest, row_rest)
-    value = (a / (1.0 + tl.exp(-a)) * b).to(act.dtype.element_ty)
-    tl.store(act + slot * INNER + n, value, mask=n < most)
-
-
-@triton.jit(do_not_specialize=["num_experts"])
-def moe_down_alone(
-    act, down, part, ids, num_experts,
-    M: tl.constexpr, INNER: tl.constexpr, K: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, REST: tl.constexpr, EARLY: tl.constexpr,
-):  # fmt: skip
-    """part[slot] = down act[slot], ROWS channels of M a program. BLOCK and REST (or 0) channels
-    cover INNER. EARLY: `ids` are there before the wait, as said."""
-    tiles: tl.constexpr = (M + ROWS - 1) // ROWS
-    slot = K - 1 - tl.program_id(0) // tiles
-    n = tl.program_id(0) % tiles * ROWS + tl.arange(0, ROWS)
-    if EARLY:
-        gdc_launch_dependents()
-    # Past the SM's own cache, which only a wait makes anew.
-    expert = tl.load(ids + slot, cache_modifier=".cg").to(tl.int32)
-    most = tl.where((expert >= 0) & (expert < num_experts), M, 0)
-    matrix = down + expert.to(tl.int64) * (M * INNER)
-    w = _rows(matrix, n, most, 0, INNER, INNER, BLOCK)
-    if REST:
-        w_rest = _rows(matrix, n, most, BLOCK, INNER, INNER, REST)
-    if EARLY:
-        gdc_wait()
-    row = _vector(act + slot * INNER, 0, INNER, BLOCK)
-    if REST:
-        row_rest = _vector(act + slot * INNER, BLOCK, INNER, REST)
-    total = _product(w, row)
-    if REST:
-        total += _product(w_rest, row_rest)
-    tl.store(part + slot * M + n, total.to(part.dtype.element_ty), mask=n < most)
