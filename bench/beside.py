@@ -104,7 +104,7 @@ def prepared(llm: LLM, count: int, seed: int) -> list[EngineRequest]:
 
 def compare(llm: LLM, decodes: int, pictures: int, every: float) -> None:
     """The rows, each after one that warms up."""
-    encoding = llm.engine.scheduler._encoding
+    encoding = llm.engine.scheduler._claims._budget
     beside, seed = encoding._beside, 1
     for label, patches in (("within steps", 0), (f"beside, {beside} patches", beside)):
         encoding._beside = patches

@@ -313,7 +313,7 @@ def host_times(engine: Engine, batch: int, shape: Shape) -> None:
         (runner, "_keep"),
     ]
     if parts.graphs is not None:
-        watched += [(parts.graphs, "pack"), (parts.graphs, "replay")]
+        watched += [(parts.graphs, n) for n in ("pack", "replay", "replay_greedy")]
     for target, name in watched:
         target.__dict__[name] = timed(name, getattr(target, name))
     step = timed("step", engine.step)

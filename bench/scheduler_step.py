@@ -1,13 +1,14 @@
 """Host cost of a step at many running decodes: scheduler, inputs, and the batch's layout.
 
-    python bench/scheduler_step.py [--running 256] [--steps 1000]
+    python bench/scheduler_step.py [--running 256] [--steps 1000] [--spread 0] [--wait 0]
 
 Checks first that every request gets its tokens and that nothing leaks, then times schedule, what a
 graph's launch does before the device (Kimi-VL's latent attention planned for an H200, greedy rows;
 the parcel ends on the CPU) and absorb, one step ahead, as the engine does. Beside them, what laying
-a batch out without graphs takes. Prints the wall clock
-and this thread's own time (which other work on a busy machine stretches less); no part of the
-check is in either."""
+a batch out without graphs takes. `--spread`: prompts are of lengths up to so much apart, so that
+some page is full in most steps; `--wait`: milliseconds of sleep before a step, as a GPU makes them,
+after which the host's caches hold less. Prints the wall clock and this thread's own time (which
+other work on a busy machine stretches less); no part of the check is in either."""
 
 import argparse
 import os
@@ -74,26 +75,29 @@ def since(start: Clocks) -> Clocks:
     return wall - start[0], thread - start[1]
 
 
-def make(running: int, steps: int, prompt: int = PROMPT) -> Scheduler:
-    """`running` requests of their own prompts, each of which decodes `steps` tokens."""
-    pages = running * (-(-(prompt + steps + 1) // PAGE_SIZE))
+def make(running: int, steps: int, prompt: int = PROMPT, spread: int = 0) -> Scheduler:
+    """`running` requests of their own prompts, of `prompt` tokens and up to `spread` more, each of
+    which decodes `steps` tokens."""
+    pages = running * (-(-(prompt + spread + steps + 1) // PAGE_SIZE))
     limits = SchedulerLimits(
         max_running=running,
         max_waiting=running,
         max_step_tokens=8192,
-        max_model_len=prompt + steps + 1,
+        max_model_len=prompt + spread + steps + 1,
         encoder_patches=1,
         patches_beside=0,
         page_size=PAGE_SIZE,
         prefix_cache=True,
     )
     scheduler = Scheduler(limits, Manager(pages, PAGE_SIZE), EncoderCache(0, 1))
-    ids = np.random.default_rng(0).integers(0, 1000, (running, prompt))
+    random = np.random.default_rng(0)
+    ids = random.integers(0, 1000, (running, prompt + spread))
+    lengths = prompt + random.integers(0, spread + 1, running)
     for i in range(running):
         scheduler.add(
             EngineRequest(
                 id=f"request-{i}",
-                prompt_token_ids=ids[i].tolist(),
+                prompt_token_ids=ids[i, : lengths[i]].tolist(),
                 images=[],
                 params=SamplingParams(temperature=0),
                 max_tokens=steps,
@@ -123,7 +127,7 @@ class Tables:
             max_running=running, max_pages=64, page_size=PAGE_SIZE, device=device, sites=sites
         )
         self.sampler = Sampler(running, 32, [], device)
-        parts = GraphParts(
+        self.parts = GraphParts(
             model=cast(Model, Decoder()),
             pool=KvPool([], num_pages=1, page_size=PAGE_SIZE, device=device),
             plans=self.plans,
@@ -132,7 +136,7 @@ class Tables:
             scratch_page=0,
             max_len=max_len,
         )
-        self.graphs = DecodeGraphs(parts, ladder(running), device)
+        self.graphs = DecodeGraphs(self.parts, ladder(running), device)
 
     def graph(self, plan: StepPlan, inputs: StepInputs) -> None:
         """A launch up to the replay."""
@@ -160,20 +164,25 @@ def result(plan: StepPlan) -> StepResult:
     """Tokens that tell which position they follow."""
     rows = plan.sampled
     return StepResult(
-        token_ids=[(row.start + row.length - 1) % 1000 for row in rows],
-        logprobs=[None] * len(rows),
+        token_ids=np.array([(row.start + row.length - 1) % 1000 for row in rows], np.int64),
+        logprobs={},
         prompt_rows={},
         failed_entries={},
         encoded=0,
     )
 
 
-def run(scheduler: Scheduler, running: int) -> tuple[dict[str, list[int]], Times]:
-    """Until idle, one step ahead. Tokens by request, and the times of full decode steps."""
+def run(
+    scheduler: Scheduler, running: int, wait: float = 0.0
+) -> tuple[dict[str, list[int]], Times]:
+    """Until idle, one step ahead. Tokens by request, and the times of full decode steps. `wait`:
+    seconds before each."""
     times, tables = Times([], [], [], []), Tables(running)
     tokens: dict[str, list[int]] = {}
     pending: list[StepPlan] = []
     while not scheduler.idle:
+        if wait:
+            time.sleep(wait)
         start = now()
         planned = scheduler.schedule()
         took = since(start)
@@ -228,15 +237,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--running", type=int, default=256)
     parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--spread", type=int, default=0)
+    parser.add_argument("--wait", type=float, default=0.0)
     args = parser.parse_args()
     torch.set_num_threads(1)  # else threads share the copy that a GPU's driver makes
     verify()
-    _, times = run(make(args.running, args.steps), args.running)
+    made = make(args.running, args.steps, spread=args.spread)
+    _, times = run(made, args.running, args.wait / 1e3)
     parts = zip(times.schedule, times.graph, times.absorb, strict=False)
     steps = [(s[0] + b[0] + a[0], s[1] + b[1] + a[1]) for s, b, a in parts]
     print(f"{platform.processor() or platform.machine()}, {os.cpu_count()} cpus, ", end="")
     print(f"load {os.getloadavg()[0]:.1f}, python {platform.python_version()}, ", end="")
-    print(f"{args.running} decodes, {len(steps)} steps, page {PAGE_SIZE}")
+    print(f"{args.running} decodes, {len(steps)} steps, page {PAGE_SIZE}, ", end="")
+    print(f"spread {args.spread}, wait {args.wait} ms")
     report("schedule + inputs", times.schedule)
     report("graph's parcel", times.graph)
     report("absorb", times.absorb)

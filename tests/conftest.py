@@ -5,6 +5,9 @@ import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+if "PYTEST_XDIST_WORKER" in os.environ:  # what a test starts has a core, as this process has
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 from jaxtyping import install_import_hook
 
 OPS = Path(__file__).parent.parent / "vitrail" / "ops"
@@ -35,6 +38,13 @@ install_import_hook(
 
 import pytest  # noqa: E402
 import torch  # noqa: E402
+from hypothesis import HealthCheck, settings  # noqa: E402
+
+pytest_plugins = ["tests.turns"]
+
+# An example's time is the machine's, with others on it; a claim on time is a test's own.
+settings.register_profile("any", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("any")
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined

@@ -4,7 +4,11 @@ attention that spoils what Hopper's do: rows that see no key.
 
 Legend: T queries, S keys, H query heads, K key heads, D head_dim, E head_dim_v."""
 
+import ast
+from collections import namedtuple
 from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 import torch
@@ -271,8 +275,24 @@ class StandIn:
 def stand_in(monkeypatch) -> StandIn:
     kernels = StandIn()
     monkeypatch.setattr(fa4, "kernels_of", kernels.kernels_of)
-    monkeypatch.setattr(fa4, "_no_extras", lambda: None)
     return kernels
+
+
+def test_a_compiled_kernel_gets_a_tuple_for_its_packages_own() -> None:
+    """The same array of as many items, whatever the tuple's type."""
+    tvm_ffi = pytest.importorskip("tvm_ffi")
+    spec = find_spec("flash_attn")
+    if spec is None or spec.submodule_search_locations is None:
+        pytest.skip("flash-attn-4 is not installed")
+    source = Path(next(iter(spec.submodule_search_locations)), "cute", "utils.py").read_text()
+    (extras,) = (n for n in ast.parse(source).body if getattr(n, "name", "") == "AuxData")
+    assert [base.id for base in extras.bases] == ["NamedTuple"]
+    named = namedtuple("AuxData", [each.target.id for each in extras.body])
+    assert all(each.value.value is None for each in extras.body)
+    assert tuple(named(*fa4.NO_EXTRAS)) == fa4.NO_EXTRAS
+    look = tvm_ffi.convert(lambda *given: repr([(type(g).__name__, list(g)) for g in given]))
+    got = ast.literal_eval(look(fa4.NO_EXTRAS, named(*fa4.NO_EXTRAS)))
+    assert got == [("Array", [None, None])] * 2
 
 
 def inputs(where: AttentionSite, q_lens, kv_lens) -> tuple[Tensor, Tensor, Tensor]:

@@ -223,19 +223,23 @@ def test_records_of_a_decode_are_those_of_any_batch(data: st.DataObject):
 @settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_records_in_place_are_those_of_the_step(data: st.DataObject):
-    """Sequences grow by a key a step, and now and then there are others."""
+    """Sequences grow by a key a step, and now and then there are others, or one that does not."""
     site = data.draw(st.sampled_from([SITE, LATENT, replace(SITE, window=40, sink=True)]))
-    plan = planned(replace(SHAPE, site=site, batch=8, page_size=16))
+    count, longest = data.draw(st.sampled_from([(5, 3000), (5, 300), (200, 300), (200, 3000)]))
+    fixed = data.draw(st.booleans())
+    plan = planned(replace(SHAPE, site=site, batch=count, page_size=16, batch_invariant=fixed))
     items, combines = (
-        np.zeros((n, w), np.int32) for n, w in zip(room(plan, 5), (9, 5), strict=True)
+        np.zeros((n, w), np.int32) for n, w in zip(room(plan, count), (9, 5), strict=True)
     )
     records, lens = DecodeRecords(plan, items, combines), np.zeros(0, np.int64)
-    for _ in range(20):
-        if not len(lens) or data.draw(st.integers(0, 9)) == 0:
-            some = st.lists(st.integers(1, 3000), min_size=5, max_size=5)
-            lens = np.array(data.draw(some))
+    for _ in range(40):
+        if not len(lens) or data.draw(st.integers(0, 19)) == 0:
+            seed = data.draw(st.integers(0, 2**32))
+            lens = np.random.default_rng(seed).integers(1, longest, count)
+        elif data.draw(st.integers(0, 19)) == 0:
+            lens[data.draw(st.integers(0, count - 1))] -= 1
         records.update(lens)
-        want = padded(decode_records(plan, lens, np.arange(5)), *room(plan, 5))
+        want = padded(decode_records(plan, lens, np.arange(count)), *room(plan, count))
         assert sorted(items.tolist()) == sorted(want.items.tolist())
         assert combines.tolist() == want.combines.tolist()
         lens = lens + 1

@@ -45,7 +45,7 @@ def pictures_beside_decodes(llm: LLM, golden: Golden) -> tuple[list[list[int]], 
     """The golden prompt comes four times while eight others decode: its tokens, and all plans. No
     prefix and no picture may be kept."""
     engine, plans, tokens = llm.engine, list[StepPlan](), dict[str, list[int]]()
-    engine.scheduler._encoding = EncodeBudget(10_000, 64, 4)
+    engine.scheduler._claims._budget = EncodeBudget(10_000, 64, 4)
     schedule = engine.scheduler.schedule
 
     def watched() -> tuple[StepPlan, StepInputs] | None:

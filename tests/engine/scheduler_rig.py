@@ -133,8 +133,8 @@ class PaperDevice:
                 sampled += 1
         assert sampled == len(inputs.draws) == len(inputs.output_index)
         return StepResult(
-            token_ids=ids,
-            logprobs=[None] * len(ids),
+            token_ids=np.array(ids, dtype=np.int64),
+            logprobs={},
             prompt_rows=prompt_rows,
             failed_entries=failed,
             encoded=plan.index,
@@ -380,7 +380,7 @@ class Rig:
             self.encoder,
         )
         # few decode here
-        self.scheduler._encoding = EncodeBudget(s.encoder_patches, s.patches_beside, 4)
+        self.scheduler._claims._budget = EncodeBudget(s.encoder_patches, s.patches_beside, 4)
         beside = s.patches_beside > 0
         self.device = PaperDevice(s.num_pages, s.page_size, s.max_step_tokens, beside)
         self.flights: deque[tuple[StepPlan, StepResult]] = deque()

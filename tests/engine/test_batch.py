@@ -12,7 +12,7 @@ from vitrail.config.hardware import CPU
 from vitrail.engine.batch import Batch, BatchBuilder
 from vitrail.engine.parcel import Door
 from vitrail.engine.runner import _prompt_logprobs
-from vitrail.engine.step import SequenceStep, StepInputs, StepPlan
+from vitrail.engine.step import NO_DECODES, Decodes, SequenceStep, StepInputs, StepPlan
 
 DEVICE = torch.device("cpu")
 LIMITS = PlanLimits(dtype="float32", page_size=3, max_batch=8, max_q_len=64, max_kv_len=64)
@@ -23,7 +23,7 @@ def inputs(ids: np.ndarray) -> StepInputs:
     return StepInputs(
         token_ids=ids,
         next_ids=ids,
-        seeds=[],
+        seeds=nothing.astype(np.uint64),
         output_index=nothing.astype(np.int64),
         setups=[],
         pixels=[],
@@ -56,7 +56,7 @@ def test_layout_equals_a_loop_over_tokens(data: st.DataObject):
         held[slot] = [next(pages) for _ in range(-(-(start + length) // page))]
         sample = data.draw(st.booleans()) if i < chunks else True
         steps.append(SequenceStep(i, slot, start, length, 0, tuple(held[slot]), sample))
-    plan = StepPlan(0, tuple(steps[:chunks]), tuple(steps[chunks:]), (), (), ())
+    plan = StepPlan(0, tuple(steps[:chunks]), Decodes.of(steps[chunks:]), (), (), ())
     ids = np.arange(sum(s.length for s in steps[:chunks]), dtype=np.int64)
     batch = build(builder, plan, inputs(ids), table, pool)
     positions, cache, sampled, at = [], [], [], 0
@@ -94,9 +94,9 @@ def test_pages_grow_step_by_step():
     pool = KvPool([], num_pages=1, page_size=3, device=DEVICE)
     table = make_table([], LIMITS, CPU, None)
     none = inputs(np.zeros(0, np.int64))
-    first = StepPlan(0, (), (SequenceStep(7, 1, 2, 1, 0, (5,), True),), (), (), ())
-    second = StepPlan(1, (), (SequenceStep(7, 1, 3, 1, 1, (8,), True),), (), (), ())
-    third = StepPlan(2, (), (SequenceStep(7, 1, 4, 1, 2, (), True),), (), (), ())
+    first = StepPlan(0, (), Decodes.of([SequenceStep(7, 1, 2, 1, 0, (5,), True)]), (), (), ())
+    second = StepPlan(1, (), Decodes.of([SequenceStep(7, 1, 3, 1, 1, (8,), True)]), (), (), ())
+    third = StepPlan(2, (), Decodes.of([SequenceStep(7, 1, 4, 1, 2, (), True)]), (), (), ())
     got = [
         build(builder, p, none, table, pool).context.cache_slots.item()
         for p in (first, second, third)
@@ -109,7 +109,7 @@ def test_an_empty_step_has_empty_tensors():
     pool = KvPool([], num_pages=1, page_size=3, device=DEVICE)
     batch = build(
         builder,
-        StepPlan(0, (), (), (), (), ()),
+        StepPlan(0, (), NO_DECODES, (), (), ()),
         inputs(np.zeros(0, np.int64)),
         make_table([], LIMITS, CPU, None),
         pool,

@@ -2,6 +2,7 @@
 pool and the longest request are what the budget holds."""
 
 import json
+import logging
 import os
 import shutil
 import subprocess
@@ -11,14 +12,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from bench.moonvit import PUBLISHED
 from tests.engine.driver import GOLDEN, golden_llm
 from vitrail import LLM, Refused
 from vitrail.check.encoder_peak import encoder_peak
+from vitrail.check.run import check
 from vitrail.check.sizes import MEMORY_SHARE, encoder_budget
+from vitrail.check.subject import Question
+from vitrail.cli import DEMO
 from vitrail.config.engine import EngineConfig
+from vitrail.config.finding import accept
 from vitrail.config.hardware import CPU, Hardware, find
+from vitrail.engine import build
 from vitrail.models.checkpoint import open_checkpoint
 from vitrail.models.kimi_vl.processor import KimiVLProcessor
 from vitrail.models.registry import load_entry
@@ -183,3 +190,24 @@ def test_a_gpu_encodes_the_pictures_of_a_steps_tokens_at_once_as_far_as_memory_a
     hidden, limit = model.text.hidden_size, small.hbm_bytes // MEMORY_SHARE
     assert encoder_peak(PUBLISHED, hidden, "bfloat16", budget, 5352) <= limit
     assert encoder_peak(PUBLISHED, hidden, "bfloat16", budget + 5352, 5352) > limit
+
+
+def test_start_up_says_what_check_predicts_beside_what_it_measures(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    """Of the demo on an H200, where the driver answers as predicted but for 100 MiB."""
+    gpu, choices = find("H200"), EngineConfig(model=str(DEMO), cuda_graphs=0)
+    report = check(Question(choices=choices, gpu=gpu))
+    facts = next(row.facts for row in report.rows if row.name == "memory tp=1")
+    checkpoint = open_checkpoint(choices.model)
+    entry = load_entry(checkpoint.architecture)
+    read = accept(entry.read_config(checkpoint.config, checkpoint.generation))
+    with torch.device("meta"):
+        model = entry.build(read, read.dtype)
+    free = facts["total"] - facts["context"] - facts["weights"] - (100 << 20)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (free, facts["total"]))
+    peak = build.Peak(facts["encoder_peak"], facts["encoder_peak"])
+    with caplog.at_level(logging.INFO, "vitrail.engine"):
+        build._sizes(choices, read, model, None, 4096, torch.device("cuda"), peak)
+    predicted = facts["left"] >> 20
+    assert f"left for pages: {predicted - 100} MiB, {predicted} predicted" in caplog.text

@@ -21,7 +21,7 @@ from vitrail.engine.floors import (
 )
 from vitrail.engine.floors import _pairs as pairs  # pyright: ignore[reportPrivateUsage]
 from vitrail.engine.kernel_groups import Group
-from vitrail.engine.step import EncodeJob, SequenceStep, StepPlan
+from vitrail.engine.step import Decodes, EncodeJob, SequenceStep, StepPlan
 from vitrail.models.registry import load_entry
 
 
@@ -42,7 +42,12 @@ def plan(
     encodes: tuple[EncodeJob, ...] = (),
 ) -> StepPlan:
     return StepPlan(
-        index=0, prefills=prefills, decodes=decodes, encodes=encodes, slices=(), drop_entries=()
+        index=0,
+        prefills=prefills,
+        decodes=Decodes.of(decodes),
+        encodes=encodes,
+        slices=(),
+        drop_entries=(),
     )
 
 

@@ -20,7 +20,7 @@ from vitrail.config.env import read_env
 from vitrail.engine import recorder
 from vitrail.engine.capsule import Capsule
 from vitrail.engine.request import FinishReason
-from vitrail.engine.step import SequenceStep, StepInputs, StepPlan
+from vitrail.engine.step import NO_DECODES, Decodes, SequenceStep, StepInputs, StepPlan
 from vitrail.repro.capsule import read
 
 Made = Callable[[], list[Path]]
@@ -191,8 +191,8 @@ def test_pages_of_rows_that_others_took_are_made_up_and_distinct(tmp_path: Path)
     later = SequenceStep(2, 0, 0, 16, 0, (5, 6), True)
     for i, plan in enumerate(
         (
-            StepPlan(0, (), (first,), (), (), ()),
-            StepPlan(1, (later,), (), (), (), ()),
+            StepPlan(0, (), Decodes.of((first,)), (), (), ()),
+            StepPlan(1, (later,), NO_DECODES, (), (), ()),
         )
     ):
         parts.builder.turn_pages(plan)
@@ -213,7 +213,7 @@ def _no_inputs(i: int) -> StepInputs:
     return StepInputs(
         token_ids=np.zeros(16 * i, np.int64),
         next_ids=np.zeros(16 * i, np.int64),
-        seeds=[0],
+        seeds=np.zeros(1, np.uint64),
         output_index=np.zeros(1, np.int64),
         setups=[],
         pixels=[],
@@ -433,11 +433,11 @@ def test_a_healthy_step_costs_little():
     kept = llm.engine.recorder
     assert kept is not None
     decodes = tuple(SequenceStep(i, i, 900, 1, 57, (), True) for i in range(256))
-    plan = StepPlan(0, (), decodes, (), (), ())
+    plan = StepPlan(0, (), Decodes.of(decodes), (), (), ())
     inputs = StepInputs(
         token_ids=np.zeros(0, np.int64),
         next_ids=np.zeros(0, np.int64),
-        seeds=[0] * 256,
+        seeds=np.zeros(256, np.uint64),
         output_index=np.zeros(256, np.int64),
         setups=[],
         pixels=[],

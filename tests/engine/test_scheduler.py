@@ -20,7 +20,7 @@ from tests.engine.scheduler_rig import (
 )
 from vitrail.config.finding import Refused
 from vitrail.engine.request import EngineRequest, FinishReason
-from vitrail.engine.step import StepPlan, draws
+from vitrail.engine.step import Decodes, WrittenPlan, draws
 
 
 def many(seed: int, count: int, longest: int) -> list[EngineRequest]:
@@ -436,9 +436,11 @@ def test_a_plan_is_ints_and_says_nothing_of_the_prompt():
     for text in (secret, [IMAGE_ID] * 3 + [11, 12, 13, 14]):
         picture = chat("", (text[-1], 3)).images[0]
         rig = run(Setting(), request("r", text, [picture], max_tokens=3))
-        rigs.append([msgspec.json.encode(p) for p in rig.plans])
-        decoded = [msgspec.json.decode(p, type=StepPlan) for p in rigs[-1]]
-        assert decoded == rig.plans
+        plans = [msgspec.structs.replace(p, decodes=tuple(p.decodes)) for p in rig.plans]
+        rigs.append([msgspec.json.encode(p) for p in plans])
+        decoded = [msgspec.json.decode(p, type=WrittenPlan) for p in rigs[-1]]
+        assert decoded == plans
+        assert [tuple(Decodes.of(p.decodes)) for p in plans] == [p.decodes for p in plans]
     assert rigs[0] == rigs[1], "plans of other tokens and pictures are the same"
 
 

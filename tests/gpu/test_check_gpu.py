@@ -1,13 +1,21 @@
 """The memory that `check` predicts against what a GPU measures, at the published shapes: within
 5 %. Weights are random and the decoder small, which encoding does not see."""
 
+import gc
+import logging
+import re
+from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from bench import nvila as nvila_shape
+from bench.kimi_vl_shape import write_published
 from tests.models.cases import KIMI_VL
+from vitrail import LLM
 from vitrail.attention.installed import releases
 from vitrail.attention.plan import make_table
 from vitrail.attention.warm import warm
@@ -27,7 +35,7 @@ from vitrail.weights import load
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-    pytest.mark.suite("soak", minutes=3, owner="check", gpus=1),
+    pytest.mark.suite("soak", minutes=5, owner="check", gpus=1),
 ]
 
 VISION = {
@@ -95,3 +103,24 @@ def test_what_encoding_takes_is_predicted_within_5_percent(case: int) -> None:
     print(f"{type(model).__name__} {budget} patches: {peak} measured, {predicted} predicted")
     assert isinstance(model, kimi.KimiVL) or isinstance(model.tower, Siglip)
     assert predicted == pytest.approx(peak, rel=0.05)
+
+
+def nvila_8b(folder: Path) -> None:
+    nvila_shape.write(folder, nvila_shape.TEXT, nvila_shape.VISION)
+
+
+@pytest.mark.parametrize("write", [write_published, nvila_8b])
+def test_what_is_left_for_pages_is_predicted_within_5_percent(
+    write: Callable[[Path], None], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of Kimi-VL-A3B and NVILA-8B, whole, as start-up says it; nobody else is on the GPU."""
+    write(tmp_path)
+    gc.collect()
+    torch.cuda.empty_cache()
+    with caplog.at_level(logging.INFO, "vitrail.engine"):
+        LLM(tmp_path, weights="random", device="cuda")
+    found = re.search(r"left for pages: (\d+) MiB, (\d+) predicted", caplog.text)
+    assert found is not None, caplog.text
+    measured, predicted = map(int, found.groups())
+    print(f"{write.__name__}: {measured} MiB measured, {predicted} predicted")
+    assert predicted == pytest.approx(measured, rel=0.05)

@@ -69,6 +69,17 @@ def test_jobs_can_be_run_again():
     assert all(step["with"]["overwrite"] is True for step in uploads)
 
 
+def test_what_it_writes_in_the_checkout_is_no_change_of_it():
+    """Else the night is of a commit with a `+`, which no script can name, and a shard that found an
+    earlier night is of another commit than one that found none."""
+    text = PATH.read_text()
+    folders = set(re.findall(r"^ +path: (\w+)$", text, re.M)) | {".venv"}
+    assert folders == {"night", "last", "shards", ".venv"}
+    for folder in folders:
+        done = subprocess.run(["git", "check-ignore", "-q", f"{folder}/x"], cwd=PATH.parent)
+        assert done.returncode == 0, folder
+
+
 def test_every_shard_of_the_night_is_run():
     (count,) = set(re.findall(r"--shard \$\{\{ matrix\.shard \}\}/(\d+)", PATH.read_text()))
     assert JOBS["shard"]["strategy"]["matrix"]["shard"] == [*range(1, int(count) + 1)]

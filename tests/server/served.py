@@ -34,7 +34,7 @@ def wait_for_port(port: int) -> None:
         with socket.socket() as probe:
             return probe.connect_ex(("127.0.0.1", port)) == 0
 
-    wait_until(listens, 20)
+    wait_until(listens, 60)
 
 
 def environment(**more: str) -> dict[str, str]:
@@ -93,7 +93,7 @@ class Served:
             except httpx.ConnectError:
                 return False
 
-        wait_until(healthy, 60)
+        wait_until(healthy, 200)  # torch alone takes a minute to import on a busy machine
         return self
 
     def engine(self) -> dict[str, Any]:
@@ -105,7 +105,7 @@ class Served:
         found = re.search(rf"^{re.escape(name)} (\S+)$", self.client.get("/metrics").text, re.M)
         return float(found[1]) if found else 0.0
 
-    def settled(self, seconds: float = 5) -> None:
+    def settled(self, seconds: float = 30) -> None:
         """Nothing runs, no page is held, nobody is answered."""
 
         def idle() -> bool:

@@ -337,6 +337,7 @@ def test_b19_other_requests_are_unharmed(server: Served):
     assert texts == {alone["choices"][0]["message"]["content"]}
 
 
+@pytest.mark.alone
 def test_f20_a_megabyte_of_text_does_not_hold_health_up(server: Served):
     body = json.dumps(chat_body("word " * 200_000, max_tokens=1))
     with ThreadPoolExecutor(2) as pool:

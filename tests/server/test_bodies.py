@@ -100,7 +100,7 @@ def test_bodies_under_way_take_no_place_and_no_more_run_than_may(kimi_folder: Pa
         assert server.client.post("/v1/completions", json=short).status_code == 200
         for each in senders:
             each.sendall(body[5:])
-        wait_until(lambda: server.metric('vitrail_requests_total{status="503"}') == 4, 10)
+        wait_until(lambda: server.metric('vitrail_requests_total{status="503"}') == 4, 60)
         assert server.client.get("/health").json()["active"] == 2
         for each in senders:
             each.close()

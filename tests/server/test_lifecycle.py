@@ -103,7 +103,7 @@ def test_a_server_killed_outright_takes_its_engine_along_and_the_next_one_tidies
         engine, pixels = engine_of(server), server.pixel_folder()
         server.process.kill()
         server.process.wait()
-        wait_until(lambda: not engine.is_running(), 10)
+        wait_until(lambda: not engine.is_running(), 30)
         assert pixels.exists()
     with Served(kimi_folder, "granian") as again:
         assert not pixels.exists()
@@ -112,7 +112,7 @@ def test_a_server_killed_outright_takes_its_engine_along_and_the_next_one_tidies
 
 def test_a_signal_while_the_engine_loads(kimi_folder: Path):
     server = Served(kimi_folder, "granian")
-    wait_until(lambda: bool(psutil.Process(server.process.pid).children()), 20)
+    wait_until(lambda: bool(psutil.Process(server.process.pid).children()), 60)
     code, said = server.stop(), server.output()
     server.end()
     assert code == 0, said

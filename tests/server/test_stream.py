@@ -75,7 +75,7 @@ def test_b11_nothing_of_a_stop_string_is_streamed(each_server: Served):
     assert whole["choices"][0]["finish_reason"] == "stop"
     kept = ask(each_server, max_tokens=60, stop=stop, include_stop_str_in_output=True)
     assert text_of(kept) == text[: text.index(stop) + len(stop)]
-    each_server.settled(1)
+    each_server.settled()
 
 
 def test_b08_deltas_hold_whole_characters(server: Served):

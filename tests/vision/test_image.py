@@ -415,7 +415,7 @@ bombs += [
     + b"\\xff\\xda\\0\\x08\\1\\1\\0\\0\\x3f\\0",
 ]
 limits = ImageLimits(max_bytes=32 << 20, max_pixels=64_000_000)
-before, start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.monotonic()
+before, start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
 for bomb in bombs:
     try:
         decode(bomb, limits, "image")
@@ -424,7 +424,7 @@ for bomb in bombs:
     else:
         raise SystemExit("decoded a bomb")
 grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024
-assert time.monotonic() - start < 1, time.monotonic() - start
+assert time.process_time() - start < 1, time.process_time() - start
 assert grown < 100, grown
 assert Image.MAX_IMAGE_PIXELS == 89478485 and not ImageFile.LOAD_TRUNCATED_IMAGES
 assert "torch" not in sys.modules

@@ -64,6 +64,7 @@ def test_many_samples_that_fit_are_refused_by_their_number() -> None:
     assert (code, saw) == ("video_too_large", "at least 1000000 frames")
 
 
+@pytest.mark.alone
 def test_time_is_bounded_and_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """A tenth of what the process takes to start."""
     monkeypatch.setattr(video, "MAX_SECONDS_EACH", 0.01)

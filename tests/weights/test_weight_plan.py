@@ -251,7 +251,7 @@ def test_nothing_is_read_of_a_checkpoint_of_300_gb(tmp_path: Path) -> None:
         file.truncate(8 + len(text) + count * size)
     weight_map = WeightMap(rows=(Copy("layers.{layer}.w", "l.{layer}", Shard(dim=1)),))
     specs = {f"l.{i}": ParameterSpec(tuple(shape), "bfloat16") for i in range(count)}
-    began = time.perf_counter()
+    began = time.process_time()
     tracemalloc.start()
     found = resolve(weight_map, read_ok(tmp_path), specs, Layout(rank=3, size=4))
     peak = tracemalloc.get_traced_memory()[1]
@@ -259,7 +259,7 @@ def test_nothing_is_read_of_a_checkpoint_of_300_gb(tmp_path: Path) -> None:
     assert isinstance(found, LoadPlan)
     assert found.read_bytes == 300_000_000_000 // 4
     assert peak < 2 << 20
-    assert time.perf_counter() - began < 5
+    assert time.process_time() - began < 5
     del specs["l.7"]
     wrong = resolve(weight_map, read_ok(tmp_path), specs)
     assert isinstance(wrong, list)

@@ -164,32 +164,54 @@ def _whole_items(
 
 class DecodeRecords:
     """The records of a decode in arrays of fixed size, zeros behind them, as step follows step:
-    where no sequence began another page since, lengths alone are written over. What is written is
-    `decode_records` of block table rows in order, the items maybe in another order."""
+    where each of the same sequences has one key more and is cut as before, lengths alone move on.
+    What is written is `decode_records` of block table rows in order, the items maybe in another
+    order."""
 
     def __init__(self, plan: AttentionPlan, items: NDArray[np.int32], combines: NDArray[np.int32]):
         self._plan, self._items, self._combines = plan, items, combines
         self._page = plan.shape.page_size or 1
-        self._pages = np.zeros(0, np.int64)
-        self._last = np.zeros(0, np.int64)  # items that end with their sequence
+        self._next = np.zeros(0, np.int64)  # lengths that go on from the last ones
+        self._steps = 0  # before one of them begins a page
+        self._last: Ints | slice = slice(0)  # items that end with their sequence
         self._used = (0, 0)
 
     def update(self, kv_lens: Ints) -> None:
         """Keys of each sequence now."""
-        pages = -(-kv_lens // self._page)
-        if self._plan.shape.site.window is None and np.array_equal(pages, self._pages):
-            used = self._items[: self._used[0]]
-            used[:, 3] = kv_lens[used[:, 0]] - 1
-            used[self._last, 6] = kv_lens[used[self._last, 0]]
-            return
-        self._pages = pages
-        made = decode_records(self._plan, kv_lens, np.arange(len(kv_lens)))
+        same = len(kv_lens) == len(self._next) and (kv_lens == self._next).all()
+        if same and (self._steps or self._stays_whole(kv_lens)):
+            self._items[: self._used[0], 3] += 1
+            self._items[self._last, 6] += 1
+            self._steps -= 1
+        else:
+            self._begin(kv_lens)
+        self._next = kv_lens + 1
+
+    def _stays_whole(self, kv_lens: Ints) -> bool:
+        """Whether each sequence was one item, and is, now that some have a page more."""
+        plan = self._plan
+        if self._used[1] or plan.shape.site.window is not None:
+            return False
+        if (cut(plan, -(-kv_lens // self._page))[0] > 1).any():
+            return False
+        self._steps = 1 + self._room(kv_lens)
+        return True
+
+    def _room(self, kv_lens: Ints) -> int:
+        """Steps of which none begins a page."""
+        return int((-kv_lens % self._page).min())
+
+    def _begin(self, kv_lens: Ints) -> None:
+        plan = self._plan
+        self._steps = 0 if plan.shape.site.window is not None else self._room(kv_lens)
+        made = decode_records(plan, kv_lens, np.arange(len(kv_lens)))
         arrays = (self._items, self._combines)
         for into, new, before in zip(arrays, made[:2], self._used, strict=True):
             into[: len(new)] = new
             into[len(new) : before] = 0
         self._used = (len(made.items), len(made.combines))
-        self._last = np.flatnonzero(made.items[:, 6] == kv_lens[made.items[:, 0]])
+        ends = made.items[:, 6] == kv_lens[made.items[:, 0]]
+        self._last = slice(len(ends)) if ends.all() else np.flatnonzero(ends)
 
 
 def room(plan: AttentionPlan, batch: int) -> tuple[int, int]:

@@ -10,14 +10,15 @@ from vitrail.check.checks import Share
 from vitrail.check.encoder_peak import encoder_peak, product_bytes, tower_graph_bytes
 from vitrail.check.report import Row, gib
 from vitrail.check.sizes import (
+    CONTEXT_BYTES,
     CPU_KV_BYTES,
     WORKSPACE_BYTES,
     Sizes,
     graph_bytes,
     graph_sizes,
     image_limits,
-    kv_bytes,
     plan_sizes,
+    predicted_left,
     stored_specs,
 )
 from vitrail.check.subject import Subject
@@ -25,10 +26,6 @@ from vitrail.config.finding import Finding, Refused
 from vitrail.config.model import VisionConfig
 from vitrail.models.interface import ImageModel
 from vitrail.vision.rungs import rungs_of
-
-# What a driver's context and loaded kernels take beside what is allocated: measured on an H200
-# 527 MiB at once, 653 after the first products.
-CONTEXT_BYTES = 660 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +64,6 @@ def predict(subject: Subject, share: Share) -> Memory:
         if config.cuda_graphs != 0:
             rungs = _tower_rungs(subject, share, vision, largest)
             kept = tower_graph_bytes(vision, subject.dtype, rungs)
-    free = total - CONTEXT_BYTES - weights - kept
     return Memory(
         total=total,
         context=CONTEXT_BYTES,
@@ -78,7 +74,7 @@ def predict(subject: Subject, share: Share) -> Memory:
         tower_graphs=kept,
         workspace=WORKSPACE_BYTES,
         kept=total - int(total * config.memory_fraction),
-        left=kv_bytes(config, text, free, total, peak),
+        left=predicted_left(config, text, total, (weights, kept), peak),
     )
 
 
@@ -137,6 +133,7 @@ def memory_row(subject: Subject, share: Share, memory: Memory, sizes: Sizes | li
         facts |= {
             "kv_bytes": cache.total_bytes,
             "kv_tokens": cache.num_tokens,
+            "kv_pages": cache.num_pages,
             "max_model_len": sizes.max_model_len,
             "full_requests": cache.full_requests,
         }

@@ -21,6 +21,9 @@ GPU_STEP_TOKENS, CPU_STEP_TOKENS = 8192, 2048
 DEFAULT_ENCODER_PATCHES = 16_384
 # Of a GPU's memory, a planned budget of patches takes at most one part in so many.
 MEMORY_SHARE = 64
+# What a driver's context and loaded kernels take beside what is allocated: measured on an H200
+# 527 MiB at once, 653 after the first products.
+CONTEXT_BYTES = 660 << 20
 # GPU memory left to the forward pass beside weights, encoder and pages.
 WORKSPACE_BYTES = 2 * GIB
 # Of decode graphs: each one's own, and what the largest keeps between its kernels.
@@ -179,6 +182,15 @@ def kv_bytes(
     kept = int(total * (1 - config.memory_fraction))
     graphs = graph_bytes(graph_sizes(config, on_cpu=False), text.vocab_size)
     return free - kept - encoder_peak - config.encoder_cache_bytes - graphs - WORKSPACE_BYTES
+
+
+def predicted_left(
+    config: EngineConfig, text: TextConfig, total: int, held: Iterable[int], encoder_peak: int
+) -> int:
+    """Bytes for pages on a GPU of `total` bytes of which nobody else has any; `held`: weights and
+    the tower's graphs."""
+    free = total - CONTEXT_BYTES - sum(held)
+    return kv_bytes(config, text, free, total, encoder_peak)
 
 
 def plan_sizes(

@@ -64,13 +64,6 @@ class Rows(NamedTuple):
             np.array([s.length for s in steps], dtype=np.int64),
         )
 
-    @classmethod
-    def of_decodes(cls, steps: Sequence[SequenceStep]) -> "Rows":
-        """As `of`, of one token each."""
-        slots = np.array([s.slot for s in steps], dtype=np.int64)
-        starts = np.array([s.start for s in steps], dtype=np.int64)
-        return cls(slots, starts, np.ones_like(starts))
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Packed:
@@ -142,7 +135,9 @@ class BatchBuilder:
     def pack(self, plan: StepPlan, inputs: StepInputs, plans: PlanTable, sent: Parcel) -> Packed:
         """Apply the plan's new pages to the host's table and lay the step out."""
         pages = self.turn_pages(plan)
-        chunks, rows = Rows.of(plan.prefills), Rows.of_decodes(plan.decodes)
+        decodes = plan.decodes
+        chunks = Rows.of(plan.prefills)
+        rows = Rows(decodes.slots, decodes.starts, np.ones_like(decodes.starts))
         positions, cache_slots = self._token_layout(chunks, rows)
         sample_rows, slots = _sampled(plan.prefills, rows)
         return Packed(
@@ -186,11 +181,11 @@ class BatchBuilder:
         pages, int32, for the device's."""
         at: list[int] = []
         pages: list[int] = []
-        for s in (*plan.prefills, *plan.decodes):
-            if s.new_pages:
-                first = s.slot * self.max_pages + s.pages_before
-                at += range(first, first + len(s.new_pages))
-                pages += s.new_pages
+        new = [(s.slot, (s.pages_before, s.new_pages)) for s in plan.prefills]
+        for slot, (before, more) in (*new, *plan.decodes.grown.items()):
+            first = slot * self.max_pages + before
+            at += range(first, first + len(more))
+            pages += more
         where, new = np.array(at, dtype=np.int64), np.array(pages, dtype=np.int32)
         self._table.reshape(-1)[where] = new
         return where, new

@@ -24,8 +24,7 @@ from vitrail.cache.encoder import EncoderCache
 from vitrail.cache.encoder_pool import EncoderPool
 from vitrail.cache.kv_pool import KvPool
 from vitrail.cache.manager import Manager
-from vitrail.cache.spec import LayerSpec
-from vitrail.check.encoder_peak import encoder_peak, product_bytes
+from vitrail.check.encoder_peak import encoder_peak, product_bytes, tower_graph_bytes
 from vitrail.check.fixed import attention_of, model_of
 from vitrail.check.sizes import (
     CPU_KV_BYTES,
@@ -36,6 +35,7 @@ from vitrail.check.sizes import (
     kv_bytes,
     masked_ids,
     plan_sizes,
+    predicted_left,
     served_dtype,
     step_tokens,
     stored_specs,
@@ -80,6 +80,13 @@ class Built(NamedTuple):
 
     engine: Engine
     facts: ServingFacts
+
+
+class Peak(NamedTuple):
+    """Bytes of the worst step of encoding."""
+
+    measured: int
+    predicted: int
 
 
 class _Stages:
@@ -154,7 +161,7 @@ def _build(
         ahead.finish()
     stages.done("measuring the tower, compilers beside")
     specs = stored_specs(config, model.cache_specs())
-    sizes = _sizes(config, model_config, specs, patches, device, peak)
+    sizes = _sizes(config, model_config, model, graphs, patches, device, peak)
     encoder_pool = EncoderPool()
     encoder = image_encoder(model, vision, tower_plans, encoder_pool, side, graphs)
     engine = _assemble(config, model_config, model, sizes, encoder, encoder_pool, device, stages)
@@ -259,13 +266,13 @@ def _measure_encoder(
     patches: int,
     largest: int | None,
     side: SideStream,
-) -> int:
+) -> Peak:
     """Bytes that encoding takes beyond weights and finished pictures in the worst step within the
     budget, features of a begun picture included. Not measured on a CPU, where the pages' size does
     not depend on it. `largest`: patches of the largest picture, None if no processor says."""
     device = side.device
     if config.vision is None or device.type == "cpu":
-        return 0
+        return Peak(0, 0)
     assert isinstance(model, ImageModel), f"{config.architecture} with a tower"
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
@@ -276,7 +283,7 @@ def _measure_encoder(
     predicted = encoder_peak(config.vision, config.text.hidden_size, dtype, patches, largest)
     predicted += product_bytes(hardware_of(device).cc)
     log.info("encoding takes %d MiB, %d predicted", peak >> 20, predicted >> 20)
-    return peak
+    return Peak(peak, predicted)
 
 
 def capture_tower(
@@ -306,21 +313,37 @@ def capture_tower(
 
 def _sizes(
     config: EngineConfig,
-    model: ModelConfig,
-    specs: Sequence[LayerSpec],
+    model_config: ModelConfig,
+    model: Model,
+    graphs: EncodeGraphs | None,
     patches: int,
     device: torch.device,
-    encoder_peak: int,
+    peak: Peak,
 ) -> Sizes:
     """What is left on the device, in pages and the longest request."""
-    left = CPU_KV_BYTES
+    left, text = CPU_KV_BYTES, model_config.text
     if device.type != "cpu":
         free, total = torch.cuda.mem_get_info(device)
-        left = kv_bytes(config, model.text, free, total, encoder_peak)
-    sizes = accept(plan_sizes(config, model.text, specs, patches, left))
+        left = kv_bytes(config, text, free, total, peak.measured)
+        held = _held(config, model_config, model, graphs)
+        predicted = predicted_left(config, text, total, held, peak.predicted)
+        log.info("left for pages: %d MiB, %d predicted", left >> 20, predicted >> 20)
+    specs = stored_specs(config, model.cache_specs())
+    sizes = accept(plan_sizes(config, text, specs, patches, left))
     for warning in sizes.warnings:
         log.warning("%s", warning)
     return sizes
+
+
+def _held(
+    config: EngineConfig, model_config: ModelConfig, model: Model, graphs: EncodeGraphs | None
+) -> tuple[int, int]:
+    """Bytes that weights and the tower's graphs hold on a GPU, as `check` predicts them."""
+    weights = sum(p.numel() * p.element_size() for p in cast(nn.Module, model).parameters())
+    if graphs is None or model_config.vision is None:
+        return weights, 0
+    dtype = served_dtype(config, model_config, on_cpu=False)
+    return weights, tower_graph_bytes(model_config.vision, dtype, [graphs.most])
 
 
 def image_encoder(

@@ -9,7 +9,7 @@ import msgspec
 
 from vitrail.attention.fault import KernelFault
 from vitrail.attention.plan import AttentionPlan
-from vitrail.engine.step import StepPlan
+from vitrail.engine.step import WrittenPlan
 
 FORMAT = 1
 # step: what a step raised; kernel: the same, in the launch or the planner of a kernel; start: what
@@ -53,7 +53,7 @@ class Step(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """A plan and the shapes of its inputs: `pixels` parallel to its encodes, `seeds` and
     `output_index` to what it samples."""
 
-    plan: StepPlan
+    plan: WrittenPlan
     setups: tuple[Setup, ...] = ()
     pixels: tuple[Array, ...] = ()
     seeds: tuple[int, ...] = ()

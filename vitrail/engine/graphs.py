@@ -41,7 +41,7 @@ from vitrail.cache.kv_pool import KvPool
 from vitrail.check.sizes import graph_bytes, graph_findings, graph_sizes
 from vitrail.config.engine import EngineConfig
 from vitrail.config.finding import Finding, Refused
-from vitrail.engine.batch import BatchBuilder, Rows
+from vitrail.engine.batch import BatchBuilder
 from vitrail.engine.parcel import Door, Parcel, Received, aligned
 from vitrail.engine.sampler import Sampler
 from vitrail.engine.step import StepPlan
@@ -203,7 +203,7 @@ class DecodeGraphs:
         """Lay out a plan of decodes alone at the head of `sent`: the slots of its rows, int64."""
         builder = self._p.builder
         places, pages = builder.turn_pages(plan)
-        slots, starts, _ = Rows.of_decodes(plan.decodes)
+        slots, starts = plan.decodes.slots, plan.decodes.starts
         count = len(slots)
         head = self._heads[self._size(count)]
         head.slots[:count] = head.kept_slots[:count] = slots

@@ -32,7 +32,7 @@ from vitrail.engine.capsule import Array, Capsule, Held, Setup, Step, encoded
 from vitrail.engine.evidence import KERNELS, cause_of, trace_of, versions
 from vitrail.engine.placement import device_of, hardware_of
 from vitrail.engine.runner import RunnerParts
-from vitrail.engine.step import SequenceStep, SlotSetup, StepInputs, StepPlan
+from vitrail.engine.step import SequenceStep, SlotSetup, StepInputs, StepPlan, WrittenPlan
 from vitrail.models.checkpoint import Checkpoint
 from vitrail.models.interface import ImageModel
 
@@ -110,7 +110,7 @@ class _Noted(NamedTuple):
     plan: StepPlan
     setups: tuple[Setup, ...]
     pixels: tuple[Array, ...]
-    seeds: list[int]
+    seeds: np.ndarray
     output_index: np.ndarray
 
 
@@ -203,7 +203,7 @@ class Recorder:
                     plan=_with_pages(noted.plan, unsent),
                     setups=setups + noted.setups,
                     pixels=noted.pixels,
-                    seeds=tuple(noted.seeds),
+                    seeds=tuple(noted.seeds.tolist()),
                     output_index=tuple(noted.output_index.tolist()),
                 )
             )
@@ -317,9 +317,9 @@ def _setup(s: SlotSetup) -> Setup:
     )
 
 
-def _with_pages(plan: StepPlan, pages: dict[int, tuple[int, ...]]) -> StepPlan:
-    """The plan; a sequence of `pages` that is seen for the first time (it is taken out) has them
-    sent with it."""
+def _with_pages(plan: StepPlan, pages: dict[int, tuple[int, ...]]) -> WrittenPlan:
+    """The plan as it is kept; a sequence of `pages` that is seen for the first time (it is taken
+    out) has them sent with it."""
 
     def whole(rows: Sequence[SequenceStep]) -> tuple[SequenceStep, ...]:
         return tuple(
@@ -329,4 +329,5 @@ def _with_pages(plan: StepPlan, pages: dict[int, tuple[int, ...]]) -> StepPlan:
             for s in rows
         )
 
-    return structs.replace(plan, prefills=whole(plan.prefills), decodes=whole(plan.decodes))
+    prefills, decodes = whole(plan.prefills), whole(plan.decodes)
+    return WrittenPlan(plan.index, prefills, decodes, plan.encodes, plan.slices, plan.drop_entries)

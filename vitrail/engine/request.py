@@ -237,7 +237,7 @@ class Output(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
     request_id: str
     token_ids: list[int]
-    finish_reason: FinishReason | None
+    finish_reason: FinishReason | None = None
     stop_token_id: int | None = None
     logprobs: list[TokenLogprob] | None = None
     prompt_logprobs: list[TokenLogprob] | None = None
@@ -255,10 +255,10 @@ class Sequence:
                   from the    a launched    to be prefilled   decoded       at most
                   cache       step computes                   one by one    this many
 
-    `tokens`: prompt and absorbed output; `in_flight` more are sampled by launched steps. `arrival`:
-    its place in every queue. While it runs it has an `id` of its own (a resumed request gets
-    another, so that results of steps launched before its preemption are nobody's), a `slot`, and
-    pages of which the first `pages_sent` were in a plan. `held`: encoder entries of
+    `tokens`: prompt and absorbed output. `launched`: up to `goal`; from there on `Decoding` knows.
+    `arrival`: its place in every queue. While it runs it has an `id` of its own (a resumed request
+    gets another, so that results of steps launched before its preemption are nobody's), a `slot`,
+    and pages of which the first `pages_sent` were in a plan. `held`: encoder entries of
     images[image_at:]: the one that the last chunk cut, or that is not encoded to its end. From
     `commit_at` computed tokens on, another page can be shared. `cached_tokens`: of the prompt, as
     told to the client. `rows_sent`: prompt positions whose logits or logprobs were returned.
@@ -276,7 +276,6 @@ class Sequence:
     cached_tokens: int = 0
     launched: int = 0
     goal: int = 0
-    in_flight: int = 0
     pages_sent: int = 0
     commit_at: int = 0
     image_at: int = 0

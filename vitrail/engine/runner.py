@@ -11,6 +11,7 @@ Legend: T packed tokens, S sampled rows, V vocabulary."""
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from msgspec.structs import replace
 from torch import Tensor
@@ -36,6 +37,7 @@ from vitrail.models.interface import Model
 
 # Rows of prompt logits materialised at once: [256, V] in fp32.
 PROMPT_ROWS = 256
+NO_TOKENS = np.zeros(0, np.int64)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -209,17 +211,16 @@ class Fetched:
         done.record()
         return cls(kept, done)
 
-    def read(self) -> tuple[list[int], list[TokenLogprob | None]]:
-        """Wait for them and for nothing after them."""
+    def read(self) -> tuple[np.ndarray, dict[int, TokenLogprob]]:
+        """Wait for them and for nothing after them. int64 [S]; logprobs by index."""
         if self._done is not None:
             self._done.synchronize()
-        ids, found = self._sampled.token_ids.tolist(), self._sampled.logprobs
-        logprobs: list[TokenLogprob | None] = [None] * len(ids)
-        if found is not None:
-            read = found.read([ids[i] for i in found.rows])
-            for i, row in zip(found.rows, read, strict=True):
-                logprobs[i] = row if ids[i] >= 0 else None
-        return ids, logprobs
+        tokens, found = self._sampled.token_ids.numpy(), self._sampled.logprobs
+        if found is None:
+            return tokens, {}
+        ids = tokens.tolist()
+        read = found.read([ids[i] for i in found.rows])
+        return tokens, {i: row for i, row in zip(found.rows, read, strict=True) if ids[i] >= 0}
 
 
 def _to_host(t: Tensor) -> Tensor:
@@ -246,7 +247,7 @@ class Launched:
 
     def read(self) -> StepResult:
         """Wait for the step's tokens."""
-        ids, logprobs = ([], []) if self._sampled is None else self._sampled.read()
+        ids, logprobs = (NO_TOKENS, {}) if self._sampled is None else self._sampled.read()
         return StepResult(
             token_ids=ids,
             logprobs=logprobs,

@@ -165,9 +165,9 @@ class Sampler:
     ) -> Asked:
         """Pack what the rows of `slots` want. `draws`: float64 [S], where a row draws;
         `output_index` int64 [S], tokens sampled before."""
-        wants = self._wants[slots]
-        assert wants.all(), f"a slot of {slots} was never set up"
-        if not (wants > LIKELIEST).any() and not self._penalties.has_new:
+        wants = self._wants[slots].tobytes()
+        assert UNKNOWN not in wants, f"a slot of {slots} was never set up"
+        if MORE not in wants and not self._penalties.has_new:
             return NOTHING
         kind = self._kind[slots]
         u_S = draws() if kind.any() else np.zeros(0)

@@ -12,18 +12,20 @@ from collections import Counter, deque
 from dataclasses import dataclass, field
 from itertools import pairwise
 
+import numpy as np
 from msgspec.structs import replace
 
-from vitrail.cache.encoder import EncoderCache, EncoderEntry, EntryState
+from vitrail.cache.encoder import EncoderCache, EncoderEntry
 from vitrail.cache.manager import CacheUsage, Manager
 from vitrail.cache.page_keys import PageKeys
 from vitrail.config.finding import Refused
 from vitrail.engine import policy
-from vitrail.engine.policy import EncodeBudget, Groups, SchedulerLimits
+from vitrail.engine.claims import Claims
+from vitrail.engine.decoding import Decoding, Grown
+from vitrail.engine.policy import Groups, SchedulerLimits
 from vitrail.engine.request import (
     EngineRequest,
     FinishReason,
-    ImageInput,
     Output,
     Sequence,
     TokenLogprob,
@@ -31,6 +33,7 @@ from vitrail.engine.request import (
     request_findings,
 )
 from vitrail.engine.step import (
+    Decodes,
     PromptRows,
     SequenceStep,
     StepDraft,
@@ -52,13 +55,11 @@ class _Flight:
 
 @dataclass(slots=True, eq=False)
 class _Step:
-    """What `schedule` knows of the step at hand. `tokens` are left. `images_wait`: an image did not
-    fit, so nobody behind it takes the room it needs. `done`: references that end in this step."""
+    """What `schedule` knows of the step at hand. `tokens` are left. `readers`: as a flight's.
+    `done`: references that end in this step."""
 
     tokens: int
     draft: StepDraft = field(default_factory=StepDraft)
-    images_wait: bool = False
-    encoded: dict[int, EncoderEntry] = field(default_factory=dict[int, EncoderEntry])
     readers: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
     done: list[tuple[EncoderEntry, int]] = field(default_factory=list[tuple[EncoderEntry, int]])
 
@@ -77,12 +78,13 @@ class Scheduler:
         self._requests: dict[str, Sequence] = {}  # all that have not ended
         self._waiting: list[Sequence] = []
         self._running: list[Sequence] = []
+        self._prefilling: list[Sequence] = []  # of the running ones, the rest decode
+        self._decoding = Decoding(limits.max_running, limits.page_size)
         self._live: dict[int, Sequence] = {}  # the running ones, by handle
         self._groups = Groups()
         self._slots = list(range(limits.max_running))
         self._flights: deque[_Flight] = deque()
-        self._begun: EncoderEntry | None = None  # encoded in part: no more than one at a time
-        self._encoding = EncodeBudget(limits.encoder_patches, limits.patches_beside)
+        self._claims = Claims(encoder, limits)
         self._arrivals = 0
         self._handles = 0
         self._plans = 0
@@ -145,10 +147,10 @@ class Scheduler:
     def schedule(self) -> tuple[StepPlan, StepInputs] | None:
         """The next step, or None if nothing can be computed before a result is absorbed."""
         step = _Step(tokens=self._limits.max_step_tokens)
-        prefilling = self._decode(step)
-        waiting = self.num_waiting + len(prefilling)
-        self._encoding.begin(self._plans, len(step.draft.decodes), waiting)
-        for seq in prefilling:
+        self._decode(step)
+        waiting = self.num_waiting + len(self._prefilling)
+        self._claims.begin(self._plans, len(step.draft.decodes), waiting)
+        for seq in self._prefilling.copy():
             if step.tokens:
                 self._prefill(step, seq)
         while self._waiting and step.tokens and self._slots and self._admit(self._waiting[0]):
@@ -162,33 +164,31 @@ class Scheduler:
         drops = self._encoder.take_dropped()
         for job in draft.encodes:
             if job.is_last:
-                self._encoder.mark_ready(step.encoded[job.entry])
+                self._encoder.mark_ready(self._claims.encoded[job.entry])
         for entry, seq_id in step.done:
             self._encoder.release(entry, seq_id)
         plan, inputs = draft.finish(self._plans, drops)
         self._plans += 1
-        self._flights.append(_Flight(plan=plan, encoded=step.encoded, readers=step.readers))
+        self._flights.append(_Flight(plan=plan, encoded=self._claims.encoded, readers=step.readers))
         return plan, inputs
 
     def absorb(self, plan: StepPlan, result: StepResult) -> list[Output]:
         """Take in the result of the oldest launched step; what it gave each request."""
         flight = self._flights.popleft()
         assert flight.plan is plan, f"step {plan.index} is not the oldest"
-        self._encoding.done = result.encoded
+        self._claims.finished(result.encoded)
         outputs = self._fail_images(flight, result.failed_entries)
-        sampled = iter(zip(result.token_ids, result.logprobs, strict=True))
-        live = self._live
+        ids, live, num_sampled = result.token_ids, self._live, 0
         for row in plan.prefills:
-            token, logprob = next(sampled) if row.sample else (None, None)
+            token = logprob = None
+            if row.sample:
+                token, logprob = int(ids[num_sampled]), result.logprobs.get(num_sampled)
+                num_sampled += 1
             seq = live.get(row.seq)
             if seq is not None:
                 rows = result.prompt_rows.get(row.seq)
                 outputs += self._absorb_chunk(seq, row, token, logprob, rows)
-        for row, (token, logprob) in zip(plan.decodes, sampled, strict=True):
-            seq = live.get(row.seq)
-            if seq is not None:
-                outputs.append(self._advance(seq, row, token, logprob))
-        return outputs
+        return outputs + self._absorb_decodes(plan.decodes, num_sampled, result)
 
     def fail(self, plan: StepPlan, reason: str) -> list[Output]:
         """A launched step raised: its requests, and those that waited for an image in it, end with
@@ -214,17 +214,22 @@ class Scheduler:
         self._manager.check()
         self._encoder.check()
         self._check_queues()
+        self._decoding.check([seq for seq in self._running if seq.launched == seq.goal])
         sampled = Counter(r.seq for f in self._flights for r in f.plan.sampled)
         page_size, held = self._limits.page_size, dict[int, int]()
         for seq in self._running:
             pages = len(self._manager.pages(seq.id))
             assert seq.pages_sent in (0, pages), f"{seq.pages_sent} of {pages} pages sent"
-            assert seq.cached <= seq.launched <= pages * page_size
-            assert seq.in_flight == sampled[seq.id]
-            assert len(seq.tokens) + seq.in_flight <= seq.end <= seq.num_prompt + self._pool_len
-            if seq.launched >= seq.goal:
-                assert seq.launched == len(seq.tokens) + seq.in_flight - 1
+            decodes, in_flight = seq in self._decoding, sampled[seq.id]
+            launched = self._decoding.launched(seq) if decodes else seq.launched
+            assert seq.cached <= launched <= pages * page_size
+            assert seq.end <= seq.num_prompt + self._pool_len
+            if decodes:
+                assert in_flight == self._decoding.in_flight(seq)
+                assert launched < seq.end
                 assert not seq.held
+            else:
+                assert not in_flight
             waits = zip(seq.held[:-1], seq.request.images[seq.image_at :], strict=False)
             assert all(e.encoded == image.sequences for e, image in waits), "held too early"
             for entry in seq.held:
@@ -238,6 +243,7 @@ class Scheduler:
         queued = [*self._waiting, *self._running, *parked]
         assert {id(s) for s in queued} == {id(s) for s in self._requests.values()}
         assert len(queued) == len(self._requests), "a request is in two queues"
+        assert self._prefilling == [s for s in self._running if s not in self._decoding]
         for queue in (self._waiting, self._running):
             assert all(a.arrival < b.arrival for a, b in pairwise(queue))
         assert self._live == {s.id: s for s in self._running}
@@ -248,35 +254,40 @@ class Scheduler:
 
     # Planning
 
-    def _decode(self, step: _Step) -> list[Sequence]:
-        """A token for every running sequence that can have one, oldest first. Returns those whose
-        prompt is not done. Victims of preemption are younger than the sequence at hand, so none is
-        in the plan already."""
-        prefilling: list[Sequence] = []
-        running, draft, page_size = self._running, step.draft, self._limits.page_size
-        i = -1
-        while (i := i + 1) < len(running) and step.tokens:
-            seq = running[i]
-            launched = seq.launched  # all but the last of its tokens, those in flight included
-            if launched < seq.goal:
-                prefilling.append(seq)
-            elif launched + 1 < seq.end:
-                if launched < seq.pages_sent * page_size:
-                    draft.decode(seq, ())
-                elif self._grow(seq):
-                    draft.decode(seq, self._new_pages(seq))
-                else:
-                    continue
-                step.tokens -= 1
-        return prefilling
+    def _decode(self, step: _Step) -> None:
+        """A token for every running sequence that can have one, oldest first. Victims of preemption
+        are younger than the sequence at hand, so none is among those that have got theirs."""
+        decoding, grown, passed = self._decoding, Grown(), list[int]()
+        for before, seq in decoding.due():
+            if before - len(passed) >= step.tokens:
+                break
+            if seq not in decoding:  # preempted for an older one
+                continue
+            slot = seq.slot
+            if decoding.launched(seq) + 1 >= seq.end:
+                decoding.rest(seq)
+            elif self._grow(seq):
+                grown[slot] = seq.pages_sent, self._new_pages(seq)
+                seq.pages_sent += len(grown[slot][1])
+                continue
+            passed.append(slot)
+        slots = decoding.order
+        if passed:
+            slots = slots[~np.isin(slots, passed)]
+        slots = slots[: step.tokens]
+        if len(slots):
+            step.tokens -= len(slots)
+            draft = step.draft
+            draft.decodes, draft.seeds, draft.output_index = decoding.launch(slots, grown)
 
     def _grow(self, seq: Sequence) -> bool:
         """A page more for `seq`, at the cost of younger ones. False if it has to go itself, or
         would but for the token that is on its way: that one is not thrown away. One that is alone
         goes where pages it computed beside equal cached ones fill the pool; it resumes on those."""
-        while not self._manager.reserve(seq.id, seq.launched + 1):
+        need = self._decoding.launched(seq) + 1
+        while not self._manager.reserve(seq.id, need):
             victim = policy.victim(self._running)
-            if victim is seq and seq.in_flight:
+            if victim is seq and self._decoding.in_flight(seq):
                 return False
             self._preempt(victim)
             if victim is seq:
@@ -309,11 +320,12 @@ class Scheduler:
         seq.image_at = sum(end <= cached for end in ends)
         self._live[handle] = seq
         policy.enqueue(self._running, seq)
+        policy.enqueue(self._prefilling, seq)
         return True
 
     def _prefill(self, step: _Step, seq: Sequence) -> None:
         """The next chunk of `seq`: as much as the step has tokens and images for, maybe nothing."""
-        end = self._claim_images(step, seq, min(seq.goal, seq.launched + step.tokens))
+        end = self._claims.claim(step.draft, seq, min(seq.goal, seq.launched + step.tokens))
         step.readers += [(entry.id, seq.id) for entry in seq.held]
         if end == seq.launched:
             return
@@ -323,58 +335,9 @@ class Scheduler:
         while seq.held and images[seq.image_at].offset + images[seq.image_at].num_tokens <= end:
             step.done.append((seq.held.pop(0), seq.id))
             seq.image_at += 1
-
-    def _claim_images(self, step: _Step, seq: Sequence, end: int) -> int:
-        """Hold the entries of all images before `end`; where the chunk must end if one is not to be
-        had, not encoded to its end or still being encoded beside: then those behind it are begun
-        all the same. `seq.held` are those of images[image_at:] so far."""
-        images, held, ready = seq.request.images, len(seq.held), end
-        for i, image in enumerate(images[seq.image_at :]):
-            if image.offset >= end:
-                break
-            before = min(ready, max(image.offset, seq.launched))
-            if i >= held:
-                entry = self._claim(step, image)
-                if entry is None:
-                    step.images_wait = True
-                    return before
-                self._encoder.acquire(entry, seq.id)
-                seq.held.append(entry)
-            if not self._encode(step, seq.held[i], image):
-                return before
-            if not self._encoding.may_read(seq.held[i].step):
-                ready = before
-        return ready
-
-    def _claim(self, step: _Step, image: ImageInput) -> EncoderEntry | None:
-        """The entry of `image`, a new one if need be. None: no room, or no budget to begin it (to
-        end it, while another is begun). One in use anyway takes nothing from who waits."""
-        entry = self._encoder.lookup(image.identity)
-        if entry is not None and (entry.users or not step.images_wait):
-            return entry
-        begun = self._begun is not None and self._begun.state is EntryState.NEW
-        least = image.sequence_patches * (image.sequences if begun else 1)
-        if step.images_wait or least > self._encoding.left(image.sequence_patches):
-            return None
-        return self._encoder.admit(image.identity, image.num_tokens)
-
-    def _encode(self, step: _Step, entry: EncoderEntry, image: ImageInput) -> bool:
-        """As many more sequences of `image` as the step's budget holds; whether it is encoded to
-        its end. Whoever holds an entry goes on with it: nobody else might."""
-        left = image.sequences - entry.encoded
-        if left:
-            size = image.sequence_patches
-            count = min(left, self._encoding.left(size) // size)
-            if count:
-                entry.step = self._encoding.take(count * size)
-                step.encoded[entry.id] = entry
-                step.draft.encode(entry.id, image, entry.encoded, count)
-                entry.encoded += count
-            if count < left:  # the budget is the oldest picture's
-                step.images_wait, self._begun = True, entry
-            elif self._begun is entry:
-                self._begun = None
-        return entry.encoded == image.sequences
+        if end == seq.goal:
+            policy.remove(self._prefilling, seq)
+            self._decoding.enter(seq)
 
     # Results
 
@@ -392,7 +355,7 @@ class Scheduler:
             if first and token >= 0:
                 for member in self._groups.prompt_done(seq):
                     policy.enqueue(self._waiting, member)
-            output = self._advance(seq, row, token, logprob)
+            output = self._advance(seq, row.start + row.length, token, logprob)
             if first and token >= 0:
                 output = replace(output, cached_tokens=seq.cached_tokens)
         elif rows is None:
@@ -411,19 +374,40 @@ class Scheduler:
             output = replace(output, prompt_logprobs=logprobs, logits=logits, logits_start=start)
         return [output]
 
+    def _absorb_decodes(self, rows: Decodes, first: int, result: StepResult) -> list[Output]:
+        """The tokens of `rows`, in the result from `first` on."""
+        tokens, logprobs = result.token_ids[first:], result.logprobs
+        names = self._decoding.names(rows)  # of those as well that end now
+        outputs = [
+            Output(request_id=name, token_ids=[token])
+            for name, token in zip(names, tokens.tolist(), strict=True)
+        ]
+        others = [i - first for i in logprobs if i >= first]
+        gone: list[int] = []
+        for i in self._decoding.absorb(rows, tokens, others):
+            seq = self._live.get(int(rows.seqs[i]))
+            if seq is None:
+                gone.append(i)
+            else:
+                computed, logprob = int(rows.starts[i]) + 1, logprobs.get(first + i)
+                outputs[i] = self._advance(seq, computed, int(tokens[i]), logprob)
+        for i in reversed(gone):
+            del outputs[i]
+        return outputs
+
     def _advance(
-        self, seq: Sequence, row: SequenceStep, token: int, logprob: TokenLogprob | None
+        self, seq: Sequence, computed: int, token: int, logprob: TokenLogprob | None
     ) -> Output:
-        """One more token of `seq`. Only what led to finite logits is offered to others."""
-        seq.in_flight -= 1
+        """One more token of `seq`, sampled after `computed` positions. Only what led to finite
+        logits is offered to others."""
         if token < 0:
             return self._end(seq, FinishReason.ERROR, "the model's logits were not finite")
-        seq.tokens.append(token)
-        computed = row.start + row.length
+        self._decoding.take(seq, token)
         if computed >= seq.commit_at:
             self._manager.commit(seq.id, computed)
             size = self._limits.page_size
             seq.commit_at = (computed // size + 1) * size
+            self._decoding.mark(seq)
         reason, request = None, seq.request
         stop = token in request.stop_token_ids  # masked while below min_tokens
         if stop:
@@ -485,6 +469,10 @@ class Scheduler:
     def _stop(self, seq: Sequence) -> None:
         """Give back all that a running sequence holds."""
         policy.remove(self._running, seq)
+        if seq in self._decoding:
+            self._decoding.leave(seq)
+        else:
+            policy.remove(self._prefilling, seq)
         del self._live[seq.id]
         self._manager.close(seq.id)
         for entry in seq.held:
@@ -492,4 +480,4 @@ class Scheduler:
         seq.held.clear()
         self._slots.append(seq.slot)
         seq.id = seq.slot = seq.refused_at = -1
-        seq.in_flight = seq.pages_sent = 0
+        seq.pages_sent = 0

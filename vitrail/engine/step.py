@@ -3,10 +3,14 @@ recorded and replayed without revealing a prompt. Token ids and pixels travel in
 is never recorded. No torch."""
 
 from array import array
+from collections import abc
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import Generic, TypeVar, overload
 
 import msgspec
 import numpy as np
+from numpy.typing import ArrayLike
 
 from vitrail.engine.request import ImageInput, SamplingParams, Sequence, TokenLogprob
 
@@ -61,7 +65,61 @@ class ImageSlice(msgspec.Struct, frozen=True, gc=False):
     length: int
 
 
-class StepPlan(msgspec.Struct, frozen=True):
+class Decodes(abc.Sequence[SequenceStep]):
+    """A step's decodes by column, and, to whoever reads them one by one, as the rows they stand
+    for. `seqs`, `slots`, `starts`, `pages_before`: int64 [B], as a row's. `grown`: (pages before,
+    new pages) of the slots that get some. Nobody writes to what is here."""
+
+    __slots__ = ("grown", "pages_before", "seqs", "slots", "starts")
+
+    def __init__(
+        self,
+        seqs: np.ndarray,
+        slots: np.ndarray,
+        starts: np.ndarray,
+        pages_before: np.ndarray,
+        grown: dict[int, tuple[int, tuple[int, ...]]],
+    ):
+        self.seqs, self.slots, self.starts = seqs, slots, starts
+        self.pages_before, self.grown = pages_before, grown
+
+    @classmethod
+    def of(cls, rows: Iterable[SequenceStep]) -> "Decodes":
+        """Rows of one sampled token each."""
+        rows = tuple(rows)
+        assert all(s.length == 1 and s.sample for s in rows), rows
+        columns = [[s.seq for s in rows], [s.slot for s in rows], [s.start for s in rows]]
+        seqs, slots, starts, before = (
+            np.array(column, dtype=np.int64)
+            for column in (*columns, [s.pages_before for s in rows])
+        )
+        grown = {s.slot: (s.pages_before, s.new_pages) for s in rows if s.new_pages}
+        return cls(seqs, slots, starts, before, grown)
+
+    def __len__(self) -> int:
+        return len(self.slots)
+
+    def __iter__(self) -> Iterator[SequenceStep]:
+        columns = (self.seqs, self.slots, self.starts, self.pages_before)
+        for seq, slot, start, before in zip(*(c.tolist() for c in columns), strict=True):
+            new_pages = self.grown[slot][1] if slot in self.grown else ()
+            yield SequenceStep(seq, slot, start, 1, before, new_pages, True)
+
+    @overload
+    def __getitem__(self, index: int) -> SequenceStep: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[SequenceStep, ...]: ...
+    def __getitem__(self, index: int | slice) -> SequenceStep | tuple[SequenceStep, ...]:
+        return tuple(self)[index]
+
+
+NO_DECODES = Decodes.of(())
+
+
+Decoded = TypeVar("Decoded", bound=abc.Sequence[SequenceStep])
+
+
+class Plan(msgspec.Struct, Generic[Decoded], frozen=True):
     """Order of work: drop entries, encode, then one forward pass over [prefills | decodes], which
     may be empty where there is something to encode or to drop. An entry whose encoding failed, or
     whose step did, is dropped like any other: the runner may not hold it. What is encoded may still
@@ -69,7 +127,7 @@ class StepPlan(msgspec.Struct, frozen=True):
 
     index: int
     prefills: tuple[SequenceStep, ...]
-    decodes: tuple[SequenceStep, ...]
+    decodes: Decoded
     encodes: tuple[EncodeJob, ...]
     slices: tuple[ImageSlice, ...]
     drop_entries: tuple[int, ...]
@@ -83,6 +141,11 @@ class StepPlan(msgspec.Struct, frozen=True):
     def sampled(self) -> tuple[SequenceStep, ...]:
         """Sequences that get a token, in result order: prefills first."""
         return tuple(s for s in self.rows if s.sample)
+
+
+# As it is run, and row by row, as it is recorded.
+StepPlan = Plan[Decodes]
+WrittenPlan = Plan[tuple[SequenceStep, ...]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,13 +167,13 @@ class SlotSetup:
 class StepInputs:
     """What the plan's ints stand for, in the plan's order. `token_ids`: int64 [prefill tokens],
     image positions hold the image id. `next_ids`: parallel; the prompt token that follows each
-    position, -1 where none does (for prompt logprobs). `seeds`: [sampled]. `output_index`: int64
-    [sampled], how many tokens the sequence sampled before this one. `pixels`: parallel to
+    position, -1 where none does (for prompt logprobs). `seeds`: uint64 [sampled]. `output_index`:
+    int64 [sampled], how many tokens the sequence sampled before this one. `pixels`: parallel to
     `encodes`."""
 
     token_ids: np.ndarray
     next_ids: np.ndarray
-    seeds: list[int]
+    seeds: np.ndarray
     output_index: np.ndarray
     setups: list[SlotSetup]
     pixels: list[np.ndarray]
@@ -134,23 +197,24 @@ class PromptRows:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
-    """`token_ids`, parallel to `plan.sampled`; -1: the row's logits were not finite (that request
-    fails). `logprobs`: parallel, None where not asked for. `prompt_rows`: by seq. `failed_entries`:
-    images whose encoding failed, with the reason; sequences that needed them have token -1.
+    """`token_ids`: int64, parallel to `plan.sampled`; -1: the row's logits were not finite (that
+    request fails). `logprobs`: by index in them, where asked for. `prompt_rows`: by seq.
+    `failed_entries`: images whose encoding failed, with the reason; sequences that needed them have
+    token -1.
     `encoded`: the last launched step whose encodings are done by now, and those before it."""
 
-    token_ids: list[int]
-    logprobs: list[TokenLogprob | None]
+    token_ids: np.ndarray
+    logprobs: dict[int, TokenLogprob]
     prompt_rows: dict[int, PromptRows]
     failed_entries: dict[int, str]
     encoded: int
 
 
-def draws(seeds: list[int], output_index: np.ndarray) -> np.ndarray:
+def draws(seeds: ArrayLike, output_index: np.ndarray) -> np.ndarray:
     """float64 [n], uniform in [0, 1): a function of (seed, output index) alone, so that a request's
     draws do not depend on its batch, on preemption or on who else samples. Two rounds of splitmix64
     (Steele, Lea and Flood 2014), the upper 53 bits."""
-    start = _mix(np.array(seeds, dtype=np.uint64) + _GOLDEN)
+    start = _mix(np.asarray(seeds, dtype=np.uint64) + _GOLDEN)
     bits = _mix(start + (output_index.astype(np.uint64) + np.uint64(1)) * _GOLDEN)
     return (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
@@ -167,38 +231,25 @@ def _mix(x: np.ndarray) -> np.ndarray:
 @dataclass(slots=True)
 class StepDraft:
     """A plan and its inputs being put together. Decides nothing: it writes down what the scheduler
-    decided, and moves a sequence's `launched`, `in_flight` and `pages_sent` on to match."""
+    decided, and moves a sequence's `launched` and `pages_sent` on to match. `seeds` and
+    `output_index` of the decodes: as the inputs'."""
 
+    decodes: Decodes = NO_DECODES
+    seeds: np.ndarray = field(default_factory=lambda: np.zeros(0, np.uint64))
+    output_index: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
     prefills: list[SequenceStep] = field(default_factory=list[SequenceStep])
-    decodes: list[SequenceStep] = field(default_factory=list[SequenceStep])
     encodes: list[EncodeJob] = field(default_factory=list[EncodeJob])
     slices: list[ImageSlice] = field(default_factory=list[ImageSlice])
     setups: list[SlotSetup] = field(default_factory=list[SlotSetup])
     pixels: list[np.ndarray] = field(default_factory=list[np.ndarray])
     _tokens: "array[int]" = field(default_factory=lambda: array("i"))
     _next: "array[int]" = field(default_factory=lambda: array("i"))
-    # seed and output index of each sampled row: of prefills, of decodes
-    _prefill_seeds: list[int] = field(default_factory=list[int])
-    _prefill_index: list[int] = field(default_factory=list[int])
-    _decode_seeds: list[int] = field(default_factory=list[int])
-    _decode_index: list[int] = field(default_factory=list[int])
+    # seed and output index of each chunk that is sampled after
+    _sampled: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
 
     @property
     def num_prefill_tokens(self) -> int:
         return len(self._tokens)
-
-    def decode(self, seq: Sequence, new_pages: tuple[int, ...]) -> None:
-        """One more token of `seq`."""
-        start = seq.launched
-        self.decodes.append(
-            SequenceStep(seq.id, seq.slot, start, 1, seq.pages_sent, new_pages, True)
-        )
-        self._decode_seeds.append(seq.request.seed)
-        self._decode_index.append(start + 1 - seq.num_prompt)
-        seq.launched = start + 1
-        seq.in_flight += 1
-        if new_pages:
-            seq.pages_sent += len(new_pages)
 
     def prefill(self, seq: Sequence, end: int, new_pages: tuple[int, ...]) -> None:
         """Positions [seq.launched, end) of `seq`, whose images there are in `seq.held`."""
@@ -214,9 +265,7 @@ class StepDraft:
         self._next += following
         self._next += array("i", [-1]) * (end - start - len(following))
         if sample:
-            self._prefill_seeds.append(seq.request.seed)
-            self._prefill_index.append(end - seq.num_prompt)
-            seq.in_flight += 1
+            self._sampled.append((seq.request.seed, end - seq.num_prompt))
         seq.launched = end
         seq.pages_sent += len(new_pages)
 
@@ -250,19 +299,23 @@ class StepDraft:
 
     def finish(self, index: int, drop_entries: tuple[int, ...]) -> tuple[StepPlan, StepInputs]:
         """The plan numbered `index` and its inputs."""
-        plan = StepPlan(
+        plan = Plan(
             index=index,
             prefills=tuple(self.prefills),
-            decodes=tuple(self.decodes),
+            decodes=self.decodes,
             encodes=tuple(self.encodes),
             slices=tuple(self.slices),
             drop_entries=drop_entries,
         )
-        output_index = np.array(self._prefill_index + self._decode_index, dtype=np.int64)
+        seeds, output_index = self.seeds, self.output_index
+        if self._sampled:
+            firsts, indices = zip(*self._sampled, strict=True)
+            seeds = np.concatenate([np.array(firsts, dtype=np.uint64), seeds])
+            output_index = np.concatenate([np.array(indices, dtype=np.int64), output_index])
         inputs = StepInputs(
             token_ids=np.array(self._tokens, dtype=np.int64),
             next_ids=np.array(self._next, dtype=np.int64),
-            seeds=self._prefill_seeds + self._decode_seeds,
+            seeds=seeds,
             output_index=output_index,
             setups=self.setups,
             pixels=self.pixels,

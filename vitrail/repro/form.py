@@ -8,7 +8,7 @@ from typing import NamedTuple, cast
 from msgspec import structs
 
 from vitrail.engine.capsule import Array, Capsule, Setup, Step
-from vitrail.engine.step import EncodeJob, ImageSlice, SequenceStep, StepPlan
+from vitrail.engine.step import EncodeJob, ImageSlice, SequenceStep, WrittenPlan
 
 
 class Row(NamedTuple):
@@ -123,7 +123,7 @@ def _step(form: Form, index: int, sent: dict[int, int]) -> Step:
                 start = first + each.at.token_start
                 slices.append(structs.replace(each.at, token_start=start, length=length))
         first += s.length
-    plan = StepPlan(
+    plan = WrittenPlan(
         index=index,
         prefills=tuple(chunks),
         decodes=tuple(_paged(form, row.at, sent) for row in rows if row.is_decode),

@@ -26,7 +26,7 @@ from vitrail.engine.evidence import cause_of
 from vitrail.engine.placement import device_of, hardware_of
 from vitrail.engine.request import SamplingParams
 from vitrail.engine.runner import Launched, Runner
-from vitrail.engine.step import SlotSetup, StepInputs, StepPlan
+from vitrail.engine.step import Decodes, SlotSetup, StepInputs, StepPlan, WrittenPlan
 from vitrail.models.checkpoint import Checkpoint, open_checkpoint
 from vitrail.repro.outcome import Outcome
 from vitrail.repro.room import check_room
@@ -83,8 +83,8 @@ def _failures(capsule: Capsule, built: Built) -> Iterator[str]:
         try:
             if step is not None:
                 for part in _unseen_parts(step, inputs):
-                    runner.launch(part.plan, inputs.of(part)).read()
-                ahead.append(runner.launch(step.plan, inputs.of(step)))
+                    runner.launch(_live(part), inputs.of(part)).read()
+                ahead.append(runner.launch(_live(step), inputs.of(step)))
             while len(ahead) > (lead if step is not None else 0):
                 ahead.popleft().read()
             if step is None and capsule.cc:
@@ -126,7 +126,7 @@ class _Inputs:
         return StepInputs(
             token_ids=ids,
             next_ids=np.append(ids[1:], -1)[:tokens],
-            seeds=list(step.seeds) or [self._capsule.seed] * sampled,
+            seeds=np.array(step.seeds or [self._capsule.seed] * sampled, np.uint64),
             output_index=index,
             setups=list(setups.values()),
             pixels=[self._pixels(array) for array in step.pixels],
@@ -165,6 +165,12 @@ class _Inputs:
             stop_token_ids=frozenset(),
             want_logits=False,
         )
+
+
+def _live(step: Step) -> StepPlan:
+    p = step.plan
+    decodes = Decodes.of(p.decodes)
+    return StepPlan(p.index, p.prefills, decodes, p.encodes, p.slices, p.drop_entries)
 
 
 def _pages(capsule: Capsule) -> set[int]:
@@ -209,4 +215,4 @@ def _unseen_parts(step: Step, inputs: _Inputs) -> Iterator[Step]:
         for first in range(inputs.encoded.get(job.entry, 0), job.first):
             earlier = structs.replace(job, first=first, count=1)
             pixels = structs.replace(array, shape=(job.height * job.width, *array.shape[1:]))
-            yield Step(plan=StepPlan(-1, (), (), (earlier,), (), ()), pixels=(pixels,))
+            yield Step(plan=WrittenPlan(-1, (), (), (earlier,), (), ()), pixels=(pixels,))

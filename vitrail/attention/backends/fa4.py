@@ -40,6 +40,9 @@ from vitrail.attention.shape import Phase
 from vitrail.ops.launch import launch
 
 MENDED_ROWS = 32  # of a program that looks for rows that are not finite
+# What a score's function reads beside: a named tuple there, which a compiled kernel gets as any
+# tuple's items. Its own type would be an import of the package, and of torch's compiler with it.
+NO_EXTRAS = (None, None)
 Kernel = Callable[..., None]
 
 
@@ -397,12 +400,7 @@ def forward_arguments(
         sink_H,
         *((None,) if blackwell else ()),  # scales of 8-bit inputs
         None,  # block sparsity
-        _no_extras(),
+        NO_EXTRAS,
         *((None,) * 7 if blackwell else (None, None)),  # another kernel's schedule
         *((plan.shape.max_q_len,) if blackwell else ()),
     )
-
-
-@cache
-def _no_extras() -> Any:
-    return import_module("flash_attn.cute.utils").AuxData(None, None)
