@@ -37,6 +37,7 @@ from vitrail.config.hardware import CPU, from_device
 from vitrail.config.model import MoonVitConfig
 from vitrail.engine.encode import patches_of
 from vitrail.engine.encode_graphs import EncodeGraphs
+from vitrail.engine.graphs import Recorder
 from vitrail.engine.step import EncodeJob
 from vitrail.models.kimi_vl.processor import KimiVLProcessor
 from vitrail.ops.dispatch import select_vision
@@ -241,7 +242,7 @@ def graphs(half: Bench, rows: dict[str, tuple[Sizes, float]], prefer: str | None
     plans = half.plans([budget] * 9, prefer)
     rungs = rungs_of(half.config, 5352, 5352, half.tower.sites(), plans)
     made = EncodeGraphs(half, plans, half.config, rungs, half.device)
-    made.capture()
+    made.capture(Recorder(half.device, first=False))
     taken, held = time.perf_counter() - began, torch.cuda.memory_reserved() - before
     print(f"{len(made)} graphs in {taken:.2f} s, {held >> 20} MiB")
     for name, (sizes, goal) in rows.items():

@@ -6,12 +6,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bench.moonvit import PUBLISHED
+from tests.engine.test_graphs import Recorded
+from tests.gpu.test_vision_gpu import Towered
+from tests.nvila import KINDS, GoldenNvila
 from tests.vision.moonvit_reference import CONFIG, ours, plans
 from vitrail.attention.fa4 import RELEASE
 from vitrail.attention.plan import CUTLASS_RELEASE, PlanLimits, make_table
 from vitrail.attention.shape import AttentionSite, Phase
 from vitrail.check.encoder_peak import tower_graph_bytes
 from vitrail.config.hardware import GPUS, find
+from vitrail.engine.encode_graphs import EncodeGraphs
 from vitrail.ops.vision.naive import Grids, grid_ints
 from vitrail.vision.rungs import (
     MOST_PATCHES,
@@ -23,8 +27,10 @@ from vitrail.vision.rungs import (
     rungs_of,
 )
 
+INSTALLED = {"fa4": RELEASE, "cute": CUTLASS_RELEASE}
 
-@pytest.mark.parametrize("unit", [UNIT, 1024])
+
+@pytest.mark.parametrize("unit", [UNIT, 64, 100, 196, 729, 1024])
 @given(budget=st.integers(1, 50_000), pictures=st.integers(1, 9))
 @settings(max_examples=200, deadline=None, derandomize=True)
 def test_rungs_rise_to_the_budget_and_waste_little(unit, budget, pictures):
@@ -89,7 +95,57 @@ def test_padding_is_inert():
     assert CONFIG.hidden_size == want.shape[1]
 
 
-INSTALLED = {"fa4": RELEASE, "cute": CUTLASS_RELEASE}
+@pytest.mark.parametrize("side", range(1, 41))
+def test_every_rung_is_of_whole_tiles(side):
+    """Whatever the tile: 8 patches a side of the golden NVILA, 14 to 32 of published towers."""
+    for budget in (side**2, 1000, 16_792, MOST_PATCHES, 40_000):
+        for rung in ladder(budget, side**2, 0):
+            assert sum(h * w for h, w in rung_sizes(rung, side)) == rung
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_rung_of_tiles_is_captured_and_run(kind):
+    """The golden NVILA's tower by the rungs of an H200, in fp32 and so Triton's; graphs are
+    stand-ins that compute."""
+    model = GoldenNvila(kind).llm().engine.runner.parts.model
+    tower, budget = model.tower, 1300
+    limits = PlanLimits(
+        dtype="float32", page_size=None, max_batch=budget, max_q_len=budget, max_kv_len=budget
+    )
+    planned = make_table(tower.sites(), limits, find("H200"), None, INSTALLED)
+    rungs = rungs_of(tower.config, budget, None, tower.sites(), planned)
+    assert len(rungs) >= 4
+    table, recorded = plans(tower, 64, budget // 64), Recorded()
+    graphs = EncodeGraphs(model, table, tower.config, rungs, torch.device("cpu"))
+    graphs.capture(recorded)
+    assert len(recorded) == len(rungs)
+    for tiles in range(1, rungs[-1] // 64 + 1):
+        raw = drawn_patches(64 * tiles, tower.config.patch_size)
+        got = graphs.run(raw, [(8, 8)] * tiles)
+        assert (got - tower(raw, table)).abs().max() <= 1e-5
+    assert sum(graph.replays for graph in recorded) == rungs[-1] // 64
+
+
+def test_a_graph_of_pictures_is_run_outside_inference_mode_too():
+    """Its buffers were made within: who writes there in place must be so as well. The pictures are
+    as long as those of the capture: the reference has lengths from the host."""
+    tower, _ = ours()
+    table, recorded = plans(tower, 80, MOST_PICTURES + 1), Recorded()
+    graphs = EncodeGraphs(Towered(tower), table, CONFIG, [80], torch.device("cpu"))
+    graphs.capture(recorded)
+    sizes, raw = list(rung_sizes(80, None))[:-1], drawn_patches(79, 14)
+    assert not torch.is_inference_mode_enabled()
+    for _ in range(2):
+        got = graphs.run(raw, sizes)
+        assert (got - tower(raw, sizes, table)).abs().max() <= 1e-5
+    assert recorded[0].replays == 2
+
+
+def drawn_patches(count, side):
+    g = torch.Generator().manual_seed(count)
+    return torch.randint(0, 256, (count, 3 * side**2), generator=g).to(torch.uint8)
+
+
 LARGEST, BUDGET = 5352, 37_464
 
 

@@ -2,7 +2,9 @@
 addresses, run again, the attention's kernels in the interpreter. What capturing itself does is
 tested on a GPU (`tests/gpu`)."""
 
+import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -210,3 +212,34 @@ def test_graphs_on_a_cpu_are_refused():
     (found,) = validate(EngineConfig(model="m", device="cpu", cuda_graphs=8))
     assert "8 on a CPU" in str(found)
     assert not validate(EngineConfig(model="m", device="cpu", cuda_graphs=0))
+
+
+class Empty:
+    """Stands for a CUDA graph of nothing, whose end warns as torch's does."""
+
+    def capture_begin(self, **_: object) -> None:
+        pass
+
+    def capture_end(self) -> None:
+        warnings.warn("The CUDA Graph is empty.", UserWarning, stacklevel=2)
+
+
+def test_what_fails_while_it_is_recorded_is_what_is_raised(monkeypatch: pytest.MonkeyPatch):
+    """Ending a graph that has nothing yet warns, and where warnings are errors raises: neither
+    takes the place of why it has nothing."""
+    for name in ("Stream", "graph_pool_handle", "synchronize", "stream"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_, **__: nullcontext())
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Empty)
+    record = graphs_module.Recorder(torch.device("cpu"), first=False)
+
+    def broken() -> torch.Tensor:
+        raise ValueError("not whole tiles")
+
+    for action in ("error", "always"):
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter(action)
+            with pytest.raises(ValueError, match="not whole tiles"):
+                record(broken)
+        assert not warned
+    with pytest.warns(UserWarning, match="empty"):  # of one that did not fail it says something
+        record(lambda: torch.zeros(1))

@@ -16,6 +16,7 @@ pytestmark = [
     pytest.mark.suite("kernels", minutes=3, owner="ops", gpus=1),
 ]
 DEMO = Path(vitrail.cli.DEMO)
+PAGE_BYTES = 64 * 5 * (64 + 16) * 2  # tokens, layers, latent and rotary channels, bf16
 
 
 @pytest.mark.parametrize(("outputs", "channels"), [(3648, 2048), (8192, 256), (33, 53)])
@@ -58,13 +59,16 @@ def test_tokens_of_a_fixed_mixture_do_not_see_each_other():
 
 
 def test_a_request_among_random_neighbours_is_as_it_is_alone():
-    """100 repeats, in an engine that keeps everything and in one that keeps nothing."""
+    """100 repeats, in an engine that keeps everything and in one that keeps nothing and has to
+    preempt: eight neighbours that came first are in it together, since two pages of each fit, and
+    none ends before each has a third, and those do not."""
     picture = {"type": "image", "image": str(DEMO / "picture.png")}
     question = {"type": "text", "text": vitrail.cli.DEMO_QUESTION}
     talk = [{"role": "user", "content": [picture, question]}]
     asked = SamplingParams(temperature=0.9, seed=4, max_tokens=16, ignore_eos=True, logprobs=2)
     few: dict[str, Any] = {"cuda_graphs": 0, "prefix_cache": False, "max_step_tokens": 150}
-    few |= {"kv_cache_bytes": 3 << 20, "encoder_cache_bytes": 1 << 17}
+    few |= {"kv_cache_bytes": 20 * PAGE_BYTES, "encoder_cache_bytes": 1 << 17}
+    long = SamplingParams(max_tokens=130, ignore_eos=True)
     found: set[Any] = set()
     rng = np.random.default_rng(2)
     for choices in ({"kv_cache_bytes": 64 << 20}, few):
@@ -76,7 +80,13 @@ def test_a_request_among_random_neighbours_is_as_it_is_alone():
             ]
             prompts = [*([talk] * 10), *others]
             params = [asked] * 10 + [SamplingParams(max_tokens=20, ignore_eos=True)] * 12
-            order = rng.permutation(len(prompts))
+            order = rng.permutation(len(prompts)).tolist()
+            if choices is few:
+                order = [*range(22, 30), *order]
+                prompts += [
+                    {"prompt_token_ids": rng.integers(0, 256, 63).tolist()} for _ in range(8)
+                ]
+                params += [long] * 8
             out = llm.generate([prompts[i] for i in order], [params[i] for i in order])
             for i, generated in zip(order, out, strict=True):
                 answer = generated.outputs[0]
@@ -84,6 +94,7 @@ def test_a_request_among_random_neighbours_is_as_it_is_alone():
                     logprobs = tuple(p.logprob for p in answer.logprobs or ())
                     found.add((tuple(answer.token_ids), logprobs))
         if choices is few:
+            assert 8 * 2 <= llm.engine.stats().num_pages < 8 * 3
             assert llm.engine.scheduler.preemptions > 0
     assert len(found) == 1
 

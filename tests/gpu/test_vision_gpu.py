@@ -10,6 +10,7 @@ from vitrail.attention.plan import PlanLimits, make_table
 from vitrail.config.hardware import from_device
 from vitrail.engine.encode import send
 from vitrail.engine.encode_graphs import EncodeGraphs
+from vitrail.engine.graphs import Recorder
 from vitrail.ops.resize.naive import Resample
 from vitrail.ops.resize.taps import taps
 from vitrail.ops.vision import naive
@@ -143,7 +144,7 @@ def test_a_graph_is_the_tower(sizes, backend):
     assert rungs[0] == 264
     assert rungs[-1] == 4356
     graphs = EncodeGraphs(Towered(tower), table, CONFIG, rungs, torch.device("cuda"))
-    graphs.capture()
+    graphs.capture(Recorder(torch.device("cuda"), first=False))
     count = sum(h * w for h, w in sizes)
     raw = torch.randint(0, 256, (count, 588), dtype=torch.uint8, device="cuda")
     full = torch.full((4356, 588), 255, dtype=torch.uint8, device="cuda")

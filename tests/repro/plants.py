@@ -1,6 +1,7 @@
 """Faults of a running engine, planted in this process by patching the package. Each raises where a
 step's sizes meet a condition, so that what is shrunk shows the condition."""
 
+import os
 import time
 from typing import Any
 
@@ -85,6 +86,28 @@ def device() -> None:
     Fetched.read = faulty
 
 
+class _Last:
+    """What ends the process when it is freed, as pinned memory of a device that is lost does."""
+
+    def __del__(self) -> None:
+        os._exit(86)
+
+
+def freed() -> None:
+    """As `device`, and who lets go of what the step held does so no more."""
+    from vitrail.engine.runner import Fetched
+
+    read = Fetched.read
+
+    def faulty(self: Any) -> Any:
+        if len(self._sampled.token_ids) >= 2:
+            self.last = _Last()
+            raise torch.AcceleratorError("CUDA error: an illegal memory access", 700)
+        return read(self)
+
+    Fetched.read = faulty
+
+
 def start() -> None:
     """Start-up raises."""
     from vitrail.engine import build
@@ -109,4 +132,5 @@ def nothing() -> None:
     """The fault removed."""
 
 
-PLANTS = {f.__name__: f for f in (rows, address, norm, picture, device, start, hang, nothing)}
+ALL = (rows, address, norm, picture, device, freed, start, hang, nothing)
+PLANTS = {f.__name__: f for f in ALL}

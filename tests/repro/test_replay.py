@@ -2,6 +2,8 @@
 line."""
 
 import asyncio
+import subprocess
+import sys
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -13,6 +15,7 @@ from msgspec import structs
 
 from tests.engine.driver import GOLDEN, Golden, golden_llm
 from tests.engine.test_recorder import ends
+from tests.repro import planted_crash
 from tests.repro.plants import PLANTS
 from vitrail import SamplingParams
 from vitrail.config.engine import EngineConfig
@@ -21,6 +24,7 @@ from vitrail.engine.request import EngineRequest
 from vitrail.repro.capsule import Capsule, read
 from vitrail.repro.outcome import ABSENT, REPRODUCED, UNTOLD, Outcome, verdict
 from vitrail.repro.replay import replay
+from vitrail.repro.standalone import engine_text
 from vitrail.repro.trial import Trials
 
 Made = Callable[[], list[Path]]
@@ -162,6 +166,35 @@ def test_the_engine_behind_a_server_leaves_one(
         asyncio.run(served(name, ended))
         (path,) = [each for each in capsules() if each not in before]
         assert word in read(path).signature
+
+
+def test_a_lost_device_is_told_before_anything_on_it_is_freed(
+    golden: Golden, capsules: Made, plant: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    """By a trial, and by a script of the same capsule."""
+    plant("device")
+    capsule = crashed(golden, capsules)
+    monkeypatch.setenv("PLANTED", "freed")
+    with Trials(module=PLANTED_TRIAL) as trials:
+        outcome = trials.run(capsule, 60)
+    assert verdict(capsule, outcome) == (REPRODUCED, outcome.signatures[0])
+    script = tmp_path / "script.py"
+    planted = "from tests.repro.plants import PLANTS\nPLANTS['freed']()\n"
+    script.write_text(planted + engine_text(capsule))
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, "the fault is there" in done.stdout) == (1, True), done.stderr
+
+
+@pytest.mark.parametrize("name", ["rows", "device", "start"])
+def test_an_engine_with_a_fault_leaves_a_capsule_and_ends_as_failed(
+    capsules: Made, plant: Any, name: str
+):
+    """What the tests on a GPU begin with: also where requests alone have failed."""
+    plant("nothing")  # puts back what it plants
+    with pytest.raises((SystemExit, RuntimeError, torch.AcceleratorError)) as ended:
+        planted_crash.main(name, "cpu")
+    assert getattr(ended.value, "code", "raised")
+    assert len(capsules()) == 1
 
 
 @pytest.mark.suite("faults", minutes=1, owner="nightly")

@@ -53,6 +53,7 @@ from vitrail.engine.encode import ImageEncoder
 from vitrail.engine.encode_graphs import EncodeGraphs
 from vitrail.engine.engine import Engine
 from vitrail.engine.graphs import GraphParts, capture_graphs
+from vitrail.engine.graphs import Recorder as GraphRecorder
 from vitrail.engine.measure import run_worst_steps
 from vitrail.engine.parcel import Door
 from vitrail.engine.placement import device_of, hardware_of, video_frames_of
@@ -303,7 +304,7 @@ def capture_tower(
     torch.cuda.empty_cache()
     before = torch.cuda.memory_reserved(device)
     graphs = EncodeGraphs(model, plans, vision, rungs, device)
-    graphs.capture()
+    graphs.capture(GraphRecorder(device, first=False))
     torch.cuda.empty_cache()
     taken = torch.cuda.memory_reserved(device) - before
     said = "%d graphs of the tower, of up to %d patches: %d MiB"

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from vitrail.attention.plan import PlanTable
 from vitrail.config.model import CHANNELS, VisionConfig
-from vitrail.engine.graphs import Graph, Recorder
+from vitrail.engine.graphs import Graph, Record
 from vitrail.models.interface import ImageModel
 from vitrail.ops.vision.naive import Grids
 from vitrail.vision.rungs import MOST_PICTURES, Sizes, padded, rung_sizes
@@ -49,10 +49,9 @@ class EncodeGraphs:
         return len(self._rungs)
 
     @torch.inference_mode()
-    def capture(self) -> None:
-        """Every rung, the largest first, in one pool. The largest is run before, so that whatever
-        is made at a first call is made."""
-        record = Recorder(self._device)
+    def capture(self, record: Record) -> None:
+        """Every rung, the largest first. The largest is run before, so that whatever is made at a
+        first call is made."""
         for patches in reversed(self._rungs):
             grids = Grids.of(rung_sizes(patches, self._tile), self._device)
             longest = patches if self._tile is None else self._tile**2
@@ -60,7 +59,7 @@ class EncodeGraphs:
             if self._features is None:
                 self._features = torch.empty_like(self._encode(patches))
             fill = partial(self._fill, self._features[:patches])
-            self._graphs[patches], _ = record(fill, first=False)
+            self._graphs[patches], _ = record(fill)
 
     def _fill(self, features_NM: Tensor) -> Tensor:
         return features_NM.copy_(self._encode(len(features_NM)))
@@ -70,6 +69,7 @@ class EncodeGraphs:
             self._patches[:patches], self._grids[patches], self._plans
         )
 
+    @torch.inference_mode()
     def run(self, patches_NF: Tensor, sizes: Sizes) -> Tensor | None:
         """Features of packed sequences, valid until the next run; None where no graph takes them:
         too many patches, or patches that are not raw samples. More pictures than a graph takes go

@@ -17,6 +17,7 @@ Legend: B rows of a graph, M hidden channels."""
 # pyright: reportUnknownVariableType=false
 
 import logging
+import warnings
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
@@ -130,15 +131,16 @@ class _Captured:
 
 class Recorder:
     """Captures CUDA graphs that share one pool of memory, on a stream of their own, whose priority
-    (lower is first) their kernels keep."""
+    (lower is first) their kernels keep. `first`: what is captured is run before, for whatever is
+    made at a first call."""
 
-    def __init__(self, device: torch.device, priority: int = 0):
+    def __init__(self, device: torch.device, priority: int = 0, first: bool = True):
+        self._first = first
         self._device, self._stream = device, torch.cuda.Stream(device, priority=priority)
         self._pool = torch.cuda.graph_pool_handle()
 
-    def __call__(self, run: Callable[[], Tensor], first: bool = True) -> tuple[Graph, Tensor]:
-        """`first`: run before, for whatever is made at a first call."""
-        if first:
+    def __call__(self, run: Callable[[], Tensor]) -> tuple[Graph, Tensor]:
+        if self._first:
             run()
         torch.cuda.synchronize(self._device)
         graph = torch.cuda.CUDAGraph()
@@ -147,7 +149,8 @@ class Recorder:
             try:
                 made = run()
             except Exception:
-                with suppress(RuntimeError):  # it failed; so does ending it
+                # it failed; so does ending it, or what little there is warns
+                with suppress(RuntimeError), warnings.catch_warnings(action="ignore"):
                     graph.capture_end()
                 raise
             graph.capture_end()

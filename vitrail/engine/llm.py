@@ -64,8 +64,8 @@ class Generated:
 
 class LLM:
     """An engine in this process. Keyword arguments are `EngineConfig`'s fields. Raises `Refused` at
-    construction for whatever cannot run, at a call for a bad prompt; a request that fails on its
-    own while running raises RuntimeError after the others are done."""
+    construction for whatever cannot run, at a call for a bad prompt. A request that fails on its
+    own while running ends with `Completion.error`; `score`, of one, raises RuntimeError."""
 
     def __init__(self, model: str | Path, **choices: Any):
         self.config = EngineConfig(model=str(model), **choices)

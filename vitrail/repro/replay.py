@@ -11,7 +11,7 @@ Keys of tokens before the first step are random too, in the pages that the plans
 import json
 import tempfile
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -28,12 +28,18 @@ from vitrail.engine.request import SamplingParams
 from vitrail.engine.runner import Launched, Runner
 from vitrail.engine.step import Decodes, SlotSetup, StepInputs, StepPlan, WrittenPlan
 from vitrail.models.checkpoint import Checkpoint, open_checkpoint
-from vitrail.repro.outcome import Outcome
+from vitrail.repro.outcome import Outcome, is_late
 from vitrail.repro.room import check_room
 
 
-def replay(capsule: Capsule, model: str | None = None) -> Outcome:
-    """Build and run it here, once. `model`: a checkpoint's own weights instead of random ones."""
+def replay(
+    capsule: Capsule,
+    model: str | None = None,
+    lost: Callable[[Outcome], object] = lambda outcome: None,
+) -> Outcome:
+    """Build and run it here, once. `model`: a checkpoint's own weights instead of random ones.
+    `lost` hears what was seen where a fault of the device is among it, while everything that lies
+    there is still held: freeing it may end this process."""
     if capsule.cc and not torch.cuda.is_available():
         return Outcome(why=f"it failed on a {capsule.gpu}, and torch sees no CUDA device here")
     with tempfile.TemporaryDirectory() as folder:
@@ -44,15 +50,24 @@ def replay(capsule: Capsule, model: str | None = None) -> Outcome:
             built = build_engine(config, checkpoint, None)
         except Exception as error:  # noqa: BLE001
             cause = cause_of(error)
+            outcome = Outcome(why=f"the engine could not be built: {cause.title}")
             if cause.signature == capsule.signature:
-                return Outcome(signatures=(cause.signature,))
-            return Outcome(why=f"the engine could not be built: {cause.title}")
+                outcome = Outcome(signatures=(cause.signature,))
+            if isinstance(error, torch.AcceleratorError):
+                lost(outcome)
+            return outcome
     if capsule.kind == "start":
         return Outcome(gpu=gpu)
     has, named = built.engine.runner.parts.pool.num_pages, _pages(capsule)
     if max(named, default=0) >= has:
         return Outcome(why=f"page {max(named)} was used, and here are {has}")
-    return Outcome(signatures=tuple(dict.fromkeys(_failures(capsule, built))), gpu=gpu)
+    outcome = Outcome(gpu=gpu)
+    for signature in _failures(capsule, built):
+        if signature not in outcome.signatures:
+            outcome = structs.replace(outcome, signatures=(*outcome.signatures, signature))
+        if is_late(signature):  # the generator, and so the error, waits
+            lost(outcome)
+    return outcome
 
 
 def _restored(capsule: Capsule, folder: Path, model: str | None) -> tuple[EngineConfig, Checkpoint]:

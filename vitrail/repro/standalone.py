@@ -3,9 +3,10 @@ it. The script's exit code is 1 while the fault is there, 0 when it is gone, 2 w
 tell."""
 
 import json
+import os
 
 from vitrail.repro.capsule import Capsule, decoded, encoded
-from vitrail.repro.outcome import REPRODUCED, UNTOLD, size_of, verdict
+from vitrail.repro.outcome import REPRODUCED, UNTOLD, Outcome, size_of, verdict
 
 SOURCE = """\
 {head}
@@ -53,9 +54,14 @@ def gone(text: str) -> int:
     from vitrail.repro.replay import replay
 
     capsule = decoded(text.strip().encode())
-    code, said = verdict(capsule, replay(capsule))
-    if code == UNTOLD:
-        print(f"cannot tell: {said}")
-        return 2
-    print(f"{'the fault is there' if code == REPRODUCED else 'the fault is gone'}: {said}")
-    return 1 if code == REPRODUCED else 0
+
+    def told(outcome: Outcome) -> int:
+        code, said = verdict(capsule, outcome)
+        if code == UNTOLD:
+            print(f"cannot tell: {said}", flush=True)
+            return 2
+        found = "the fault is there" if code == REPRODUCED else "the fault is gone"
+        print(f"{found}: {said}", flush=True)
+        return 1 if code == REPRODUCED else 0
+
+    return told(replay(capsule, lost=lambda outcome: os._exit(told(outcome))))

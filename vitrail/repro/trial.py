@@ -62,8 +62,8 @@ class Trials:
             how = f"signal {-code}" if code < 0 else f"exit code {code}"
             return Outcome(why=f"the replay's process ended by {how}")
         outcome = msgspec.json.decode(line, type=Outcome)
-        if capsule.cc and any(map(is_late, outcome.signatures)):
-            self._end()  # nothing on a GPU succeeds in that process any more
+        if any(map(is_late, outcome.signatures)):
+            self._end()  # nothing on a GPU succeeds in that process any more: it ends itself
         return outcome
 
     def _begin(self) -> subprocess.Popen[bytes]:
@@ -99,13 +99,20 @@ class Trials:
 
 
 def main(source: BinaryIO, out: BinaryIO) -> None:
-    """Answer trials until there are no more."""
+    """Answer trials until there are no more, or until the device is lost."""
     from vitrail.repro.replay import replay
+
+    def tell(outcome: Outcome) -> None:
+        out.write(msgspec.json.encode(outcome) + b"\n")
+        out.flush()
+
+    def lost(outcome: Outcome) -> None:
+        tell(outcome)
+        os._exit(0)
 
     while line := source.readline():
         trial = msgspec.json.decode(line, type=Trial)
-        out.write(msgspec.json.encode(replay(trial.capsule, trial.model)) + b"\n")
-        out.flush()
+        tell(replay(trial.capsule, trial.model, lost))
 
 
 def serve() -> None:

@@ -48,6 +48,7 @@ def ladder(budget: int, unit: int, largest: int) -> list[int]:
     scaled to a limit and padded: the largest is that much above the limit."""
     top = min(budget, MOST_PATCHES) // unit * unit
     near = -(-3 * largest // 4 // unit) * unit
+    least = -(-APART // unit) * unit
     rungs: list[int] = []
     rung = min(FIRST, top) // unit * unit or unit
     while rung < top:
@@ -55,7 +56,7 @@ def ladder(budget: int, unit: int, largest: int) -> list[int]:
         if near <= rung <= 27 * largest // 32:
             rung += unit
         else:
-            apart = max(1, rung // 6 // unit) * unit if rung >= 1024 else max(unit, APART)
+            apart = max(1, rung // 6 // unit) * unit if rung >= 1024 else least
             rung = near if rung < near < rung + apart else rung + apart
     last = budget if unit == UNIT and budget <= MOST_PATCHES else top
     return [*rungs, last] if last >= unit else []
@@ -64,6 +65,7 @@ def ladder(budget: int, unit: int, largest: int) -> list[int]:
 def rung_sizes(patches: int, tile: int | None) -> Sizes:
     """The sequences that a rung is captured with: none is empty, and the launch is as for any."""
     if tile is not None:
+        assert patches % tile**2 == 0, f"{patches} patches are not whole tiles of {tile**2}"
         return [(tile, tile)] * (patches // tile**2)
     return [(1, patches - MOST_PICTURES), *[(1, 1)] * MOST_PICTURES]
 
