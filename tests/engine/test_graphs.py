@@ -52,7 +52,7 @@ class Recorded(list[Again]):
 
     @property
     def steps(self) -> int:
-        return sum(graph.replays for graph in self[::2])
+        return sum(graph.replays for graph in self)
 
     @property
     def greedy(self) -> int:

@@ -53,6 +53,25 @@ def test_a_row_that_is_not_finite_is_reported_alone(value: float):
     assert 0 <= tokens[1] < VOCAB
 
 
+def test_what_is_kept_is_what_the_next_step_reads():
+    """Rows in any order of slots, one that is not finite, two of nobody's in the same slot."""
+    x = rows(5)
+    x[2, 70] = torch.nan
+    slots = torch.tensor([6, 0, 3, 7, 7], device=DEVICE)
+    last, kept = (torch.arange(8, device=DEVICE) + 100000 for _ in range(2))
+    x[4] = x[3]
+    got, want = (
+        triton.keep_best(x, never(9), last, slots),
+        [*defined("best_tokens", x, never(9))[0]],
+    )
+    want[2] = -1
+    assert got.tolist() == [int(token) for token in want]
+    assert got.tolist() == naive.keep_best(x, never(9), kept, slots).tolist()
+    assert last.tolist() == kept.tolist()
+    assert last[3] == 0
+    assert last[[1, 2, 4, 5]].tolist() == [100001, 100002, 100004, 100005]
+
+
 def test_a_row_with_every_id_masked_is_reported():
     mask = torch.full((VOCAB,), -torch.inf, device=DEVICE)
     tokens, finite = triton.best_tokens(rows(1), mask)

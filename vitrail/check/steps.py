@@ -177,6 +177,7 @@ def _draw(logits_SV: Tensor) -> None:
     index = torch.empty(rows, dtype=torch.int64, device=META)
     u, temperature, *kept = torch.empty((5, rows), dtype=torch.float64, device=META)
     ops.best_tokens(logits_SV, never_V)
+    ops.keep_best(logits_SV, never_V, index, index)
     ops.draw_plain(logits_SV, index, never_V, temperature, u)
     ops.draw_filtered(logits_SV, index, never_V, temperature, Filters(*kept), u)
 

@@ -1,6 +1,6 @@
 """Decode steps as CUDA graphs, two a batch size of a ladder: from the last tokens to hidden states,
-and from there to the likeliest tokens, for batches that ask for nothing else. Owns the graphs and
-the memory at fixed addresses that they read.
+or on to the likeliest tokens, for batches that ask for nothing else. Owns the graphs and the memory
+at fixed addresses that they read.
 
 A step packs its rows at the head of its parcel, which lands in `inputs`; kernels and addresses
 stay, numbers change. The attention's plan is that of the longest context, whatever the rows'
@@ -193,7 +193,7 @@ class DecodeGraphs:
 
     def _capture(self, got: Received, size: int, record: Record) -> _Captured:
         forward, hidden = record(lambda: self._forward(got, size))
-        greedy, tokens = record(lambda: self._greedy(hidden, got(KEPT_SLOTS)))
+        greedy, tokens = record(lambda: self._greedy(got, size))
         return _Captured(
             forward=forward,
             hidden=hidden,
@@ -253,7 +253,6 @@ class DecodeGraphs:
         """The likeliest tokens of the rows packed last, as `Sampler.greedy` gives them, int64
         [count] until the next replay; they are the rows' last tokens now."""
         captured = self._captured[self._size(count)]
-        captured.forward.replay()
         captured.greedy.replay()
         return captured.tokens[:count]
 
@@ -294,11 +293,11 @@ class DecodeGraphs:
         hidden = p.model.embed(builder.last_tokens.index_select(0, slots))
         return p.model.forward(hidden, context)
 
-    def _greedy(self, hidden: Tensor, kept_slots: Tensor) -> Tensor:
+    def _greedy(self, got: Received, size: int) -> Tensor:
+        """In one graph: the head's weights are on their way before the last norm ends."""
         p = self._p
-        tokens = p.sampler.greedy(p.model.logits(hidden))
-        p.builder.last_tokens.index_copy_(0, kept_slots, tokens.clamp(min=0))
-        return tokens
+        logits = p.model.logits(self._forward(got, size))
+        return p.sampler.greedy(logits, p.builder.last_tokens, got(KEPT_SLOTS))
 
 
 def capture_graphs(parts: GraphParts, config: EngineConfig, door: Door) -> DecodeGraphs | None:

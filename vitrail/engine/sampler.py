@@ -224,10 +224,15 @@ class Sampler:
         if asked.settled is not None:
             self._penalties.settle(*(got(ticket) for ticket in asked.settled))
 
-    def greedy(self, logits_SV: Float[Tensor, "S V"]) -> Int[Tensor, "S"]:
-        """What `sample` gives rows that ask for nothing else. Needs no numbers of the step."""
-        tokens_S, finite_S = self._ops.best_tokens(logits_SV, self._never_V)
-        return torch.where(finite_S, tokens_S, -1)
+    def greedy(
+        self,
+        logits_SV: Float[Tensor, "S V"],
+        last_R: Int[Tensor, "R"],
+        slots_S: Int[Tensor, "S"],
+    ) -> Int[Tensor, "S"]:
+        """What `sample` gives rows that ask for nothing else, kept in `last_R` at their slots. Asks
+        for no numbers of the step."""
+        return self._ops.keep_best(logits_SV, self._never_V, last_R, slots_S)
 
     def sample(self, logits_SV: Float[Tensor, "S V"], asked: Asked, got: Received) -> Sampled:
         """One token a row, as `asked` when the rows were settled."""

@@ -158,6 +158,7 @@ def select_rope_table(device: torch.device) -> RopeTable:
 
 class SamplingOps(NamedTuple):
     best_tokens: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+    keep_best: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
     draw_plain: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
     draw_filtered: Callable[[Tensor, Tensor, Tensor, Tensor, Filters, Tensor], Tensor]
 
@@ -165,13 +166,10 @@ class SamplingOps(NamedTuple):
 @by_device
 def select_sampling(device: torch.device) -> SamplingOps:
     """Ours in Triton on a GPU, else the definitions."""
-    if not on_gpu(device):
-        return SamplingOps(
-            naive_sampling.best_tokens, naive_sampling.draw_plain, naive_sampling.draw_filtered
-        )
-    from vitrail.ops.sampling import triton
-
-    return SamplingOps(triton.best_tokens, triton.draw_plain, triton.draw_filtered)
+    ops = naive_sampling
+    if on_gpu(device):
+        from vitrail.ops.sampling import triton as ops
+    return SamplingOps(ops.best_tokens, ops.keep_best, ops.draw_plain, ops.draw_filtered)
 
 
 def select_vision(device: torch.device) -> ModuleType:

@@ -41,12 +41,13 @@ def combine(
         tile_row = at % live_rows
         kv_head = at // live_rows % KV_HEADS
         record = records + (at // live_rows // KV_HEADS) * 5
-        rows = tl.load(record + 2)
+        q_row, rows = tl.load(record), tl.load(record + 2)
+        slot, splits = tl.load(record + 3), tl.load(record + 4)
         flat = tl.load(record + 1) + tile_row
         if flat < rows:
             _combine_row(
-                out, lse, part, part_lse, record, flat, kv_head, tile_row, HEADS, KV_HEADS, TILE_M,
-                E, E_BLOCK, SPLITS,
+                out, lse, part, part_lse, q_row, slot, splits, flat, kv_head, tile_row, HEADS,
+                KV_HEADS, TILE_M, E, E_BLOCK, SPLITS,
             )  # fmt: skip
         at = tl.where(rows > 0, at + tl.num_programs(0), num_rows)
 
@@ -57,7 +58,9 @@ def _combine_row(
     lse,
     part,
     part_lse,
-    record,
+    q_row,
+    slot,
+    splits,
     flat,
     kv_head,
     tile_row,
@@ -69,9 +72,6 @@ def _combine_row(
     SPLITS: tl.constexpr,
 ):
     group: tl.constexpr = HEADS // KV_HEADS
-    q_row = tl.load(record)
-    slot = tl.load(record + 3)
-    splits = tl.load(record + 4)
     e = tl.program_id(1) * E_BLOCK + tl.arange(0, E_BLOCK)
     top = tl.full([1], float("-inf"), tl.float32)
     total = tl.zeros([1], tl.float32)

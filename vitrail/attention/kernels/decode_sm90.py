@@ -271,24 +271,29 @@ class DecodeSm90:
         q_row, row, rows = mItems[item, 0], mItems[item, 1], mItems[item, 2]
         pieces = const_expr(spec.dim // 8)
         threads = const_expr(spec.groups * WARPGROUP)
-        for i in cutlass.range_constexpr(cute.ceil_div(spec.tile_m * pieces, threads)):
+        passes = const_expr(cute.ceil_div(spec.tile_m * pieces, threads))
+        # All are on their way before the first is stored: one round trip, not one a pass.
+        held = cute.make_rmem_tensor((8, passes), self.dtype)
+        for i in cutlass.range_constexpr(passes):
+            piece = cutlass.min(i * threads + thread, spec.tile_m * pieces - 1)
+            flat = cutlass.min(row + piece // pieces, rows - 1)
+            query, head = flat // group, kv_head * group + flat % group
+            source = self._piece(
+                mQ,
+                Int64(q_row + query) * mQ.stride[0]
+                + Int64(head) * mQ.stride[1]
+                + Int64(piece % pieces * 8),
+            )
+            cute.autovec_copy(source, held[None, i])
+        for i in cutlass.range_constexpr(passes):
             piece = i * threads + thread
             if piece < spec.tile_m * pieces:
                 n, c = piece // pieces, piece % pieces
                 offset = (c // 8) * (spec.tile_m * BLOCK) + n * BLOCK + ((c % 8) ^ (n % 8)) * 8
                 target = cute.make_tensor((s_q + offset).align(16), cute.make_layout(8))
-                flat = row + n
-                if flat < rows:
-                    query, head = flat // group, kv_head * group + flat % group
-                    source = self._piece(
-                        mQ,
-                        Int64(q_row + query) * mQ.stride[0]
-                        + Int64(head) * mQ.stride[1]
-                        + Int64(c * 8),
-                    )
-                    cute.autovec_copy(source, target)
-                else:
-                    target.fill(self.dtype(0.0))
+                for e in cutlass.range_constexpr(8):
+                    held[e, i] = held[e, i] if row + n < rows else self.dtype(0.0)
+                cute.autovec_copy(held[None, i], target)
 
     @cute.jit
     def _piece(self, tensor: cute.Tensor, offset: Int64):

@@ -20,7 +20,7 @@ Legend: T tokens, K choices a token, S = T * K slots, X experts, M hidden channe
 channels; weights are [X, 2I, M] and [X, M, I], viewed as [X * 2I, M] and [X * M, I]."""
 
 # pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false, reportArgumentType=false
-# pyright: reportAssignmentType=false
+# pyright: reportAssignmentType=false, reportAttributeAccessIssue=false
 
 import triton
 import triton.language as tl
@@ -29,6 +29,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 # Numbers that change with a batch: one kernel for all of them.
 SIZES = ["tokens", "slots", "num_experts", "max_blocks", "cap"]
 FIELDS = tl.constexpr(4)  # of a block's record, the last unused
+LEAST = tl.constexpr(-(1 << 31))  # of int32
 
 
 @triton.jit
@@ -122,14 +123,17 @@ def moe_choose(
         logits += tl.load(at, mask=known, other=0.0)
     scores = 1.0 / (1.0 + tl.exp(-logits))
     ranked = tl.where(scores == scores, scores + extra, -1e30)
-    ranked = tl.where(known, ranked, float("-inf"))
+    # In the order of numbers, as a warp finds the largest of ints in one instruction.
+    bits = tl.where(known, ranked, float("-inf")).to(tl.int32, bitcast=True)
+    ranked = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    spelled = scores.to(tl.int32, bitcast=True)
     total = 0.0
     chosen = tl.where(k < ROUTED, 0, num_experts + k - ROUTED)
     weight = tl.where(k < ROUTED, 0.0, 1.0)
     for i in tl.static_range(ROUTED):
-        best = tl.argmax(ranked, 0)
-        value = tl.sum(tl.where(x == best, scores, 0.0), 0)
-        ranked = tl.where(x == best, float("-inf"), ranked)
+        best = tl.min(tl.where(ranked == tl.max(ranked, 0), x, XP), 0)
+        value = tl.max(tl.where(x == best, spelled, LEAST), 0).to(tl.float32, bitcast=True)
+        ranked = tl.where(x == best, LEAST, ranked)
         total += value
         chosen = tl.where(k == i, best, chosen)
         weight = tl.where(k == i, value, weight)

@@ -32,6 +32,20 @@ def best_tokens(
     return tokens_S, torch.isfinite(logits_SV.sum(-1)) & torch.isfinite(best_S)
 
 
+def keep_best(
+    logits_SV: Float[Tensor, "S V"],
+    never_V: Float[Tensor, "V"],
+    last_R: Int[Tensor, "R"],
+    slots_S: Int[Tensor, "S"],
+) -> Int[Tensor, "S"]:
+    """`best_tokens`, -1 where it is not: what the next step reads of it (0 then) is written to
+    `last_R` at `slots_S`, int64 all."""
+    tokens_S, finite_S = best_tokens(logits_SV, never_V)
+    tokens_S = torch.where(finite_S, tokens_S, -1)
+    last_R.index_copy_(0, slots_S, tokens_S.clamp(min=0))
+    return tokens_S
+
+
 def draw_plain(
     x_SV: Float[Tensor, "S V"],
     rows_R: Int[Tensor, "R"],

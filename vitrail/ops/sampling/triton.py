@@ -12,8 +12,9 @@ import triton
 import triton.language as tl
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from vitrail.ops.launch import launch
+from vitrail.ops.launch import launch, launch_early
 from vitrail.ops.sampling.naive import Filters
 
 BLOCK = 2048
@@ -22,15 +23,21 @@ FILTER_BLOCK, FILTER_WARPS = 512, 8
 
 
 @triton.jit
-def _best_of_block(logits, never, part, part_token, vocab, blocks, BLOCK: tl.constexpr):
+def _best_of_block(
+    logits, never, part, part_token, vocab, blocks, BLOCK: tl.constexpr, EARLY: tl.constexpr
+):
     """part: fp32 [S, N], the largest of a block, NaN where one of its logits is not finite;
     part_token: int32 [S, N], the first that is as large."""
     row, block = tl.program_id(0), tl.program_id(1)
     at = block * BLOCK + tl.arange(0, BLOCK)
     there = at < vocab
+    mask = tl.load(never + at, mask=there, other=float("-inf"))  # no kernel writes these
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
     x = tl.load(logits + row.to(tl.int64) * vocab + at, mask=there, other=0.0)
     faulty = tl.max(((x != x) | (tl.abs(x) == float("inf"))).to(tl.int32), 0)
-    x += tl.load(never + at, mask=there, other=float("-inf"))
+    x += mask
     top = tl.max(x, 0)
     first = tl.min(tl.where(x == top, at, vocab), 0)
     tl.store(part + row * blocks + block, tl.where(faulty > 0, float("nan"), top))
@@ -38,17 +45,31 @@ def _best_of_block(logits, never, part, part_token, vocab, blocks, BLOCK: tl.con
 
 
 @triton.jit
-def _best_of_row(part, part_token, tokens, finite, vocab, blocks, BLOCKS: tl.constexpr):
+def _best_of_row(
+    part, part_token, tokens, finite, last, slots, vocab, blocks,
+    BLOCKS: tl.constexpr, KEEP: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """A row's first largest logit, and whether it is to be had. KEEP: -1 where it is not, and to
+    `last` at the row's slot what is, else 0."""
     row, nth = tl.program_id(0), tl.arange(0, BLOCKS)
     there = nth < blocks
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
     x = tl.load(part + row * blocks + nth, mask=there, other=float("-inf"))
     token = tl.load(part_token + row * blocks + nth, mask=there, other=vocab)
     faulty = tl.max((x != x).to(tl.int32), 0)
     x = tl.where(x == x, x, float("-inf"))
     top = tl.max(x, 0)
     first = tl.min(tl.where(x == top, token, vocab), 0)
-    tl.store(tokens + row, tl.minimum(first, vocab - 1).to(tl.int64))
-    tl.store(finite + row, (faulty == 0) & (top > float("-inf")))
+    best = tl.minimum(first, vocab - 1).to(tl.int64)
+    well = (faulty == 0) & (top > float("-inf"))
+    if KEEP:
+        tl.store(tokens + row, tl.where(well, best, -1))
+        tl.store(last + tl.load(slots + row), tl.where(well, best, 0))
+    else:
+        tl.store(tokens + row, best)
+        tl.store(finite + row, well)
 
 
 @triton.jit
@@ -268,19 +289,40 @@ def best_tokens(
     logits_SV: Float[Tensor, "S V"], never_V: Float[Tensor, "V"]
 ) -> tuple[Int[Tensor, "S"], Bool[Tensor, "S"]]:
     """As `naive.best_tokens`, reading the logits once."""
+    finite_S = torch.empty(len(logits_SV), dtype=torch.bool, device=logits_SV.device)
+    return _best(logits_SV, never_V, finite_S, None), finite_S
+
+
+def keep_best(
+    logits_SV: Float[Tensor, "S V"],
+    never_V: Float[Tensor, "V"],
+    last_R: Int[Tensor, "R"],
+    slots_S: Int[Tensor, "S"],
+) -> Int[Tensor, "S"]:
+    """As `naive.keep_best`, in two launches."""
+    return _best(logits_SV, never_V, None, (last_R, slots_S))
+
+
+def _best(
+    logits_SV: Tensor,
+    never_V: Tensor,
+    finite_S: Tensor | None,
+    kept: tuple[Tensor, Tensor] | None,
+) -> Tensor:
+    """Tokens, int64 [S]."""
     logits_SV = logits_SV.contiguous()
     rows, vocab = logits_SV.shape
     blocks, device = -(-vocab // BLOCK), logits_SV.device
     part = torch.empty((rows, blocks), dtype=torch.float32, device=device)
     part_token = torch.empty((rows, blocks), dtype=torch.int32, device=device)
     tokens_S = torch.empty(rows, dtype=torch.int64, device=device)
-    finite_S = torch.empty(rows, dtype=torch.bool, device=device)
+    last_R, slots_S = kept or (None, None)
     many = triton.next_power_of_2(blocks)
     row = (logits_SV, never_V, part, part_token, vocab, blocks, BLOCK)
-    launch(_best_of_block, (rows, blocks), device, *row, num_warps=NUM_WARPS)
-    row = (part, part_token, tokens_S, finite_S, vocab, blocks, many)
-    launch(_best_of_row, (rows,), device, *row, num_warps=1)
-    return tokens_S, finite_S
+    launch_early(_best_of_block, (rows, blocks), device, *row, num_warps=NUM_WARPS)
+    found = (tokens_S, finite_S, last_R, slots_S, vocab, blocks, many, kept is not None)
+    launch_early(_best_of_row, (rows,), device, part, part_token, *found, num_warps=1)
+    return tokens_S
 
 
 def draw_plain(
