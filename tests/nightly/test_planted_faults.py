@@ -125,5 +125,5 @@ def test_a_slow_step(tmp_path: Path):
 @pytest.mark.suite("faults", minutes=5, owner="nightly")
 def test_a_leak(tmp_path: Path):
     said = ["memory: AssertionError: memory grew, kept by vitrail/engine/engine.py"]
-    scripts, root = finds(tmp_path, "leak", ["test_demo_soak.py"], said, before=True)
+    scripts, root = finds(tmp_path, "leak", ["test_demo_soak.py"], said)
     fails_alone_until_the_commit_before(scripts, root, tmp_path)
