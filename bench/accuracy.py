@@ -16,6 +16,7 @@ import json
 import sys
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -157,6 +158,33 @@ def shape_errors(engine: Engine, positions: int, vocabulary: int) -> bool:
     return ratio <= ERROR_GOAL
 
 
+def noted(engine: Engine) -> tuple[dict[str, list[int]], list[tuple[Any, Tensor]]]:
+    """Runs what the engine holds: each request's tokens, and the logits that tokens were drawn from
+    beside their step's plan."""
+    runner: Any = engine._runner  # noqa: SLF001
+    model, plans, rows = runner.parts.model, [], []
+    launch, logits = runner.launch, model.logits
+
+    def launch_and_note(plan: Any, inputs: Any) -> Any:
+        plans.append(plan)
+        return launch(plan, inputs)
+
+    def logits_and_note(hidden: Tensor) -> Tensor:
+        rows.append((plans[-1], logits(hidden)))
+        return rows[-1][1]
+
+    runner.launch, model.logits = launch_and_note, logits_and_note
+    answers: dict[str, list[int]] = defaultdict(list)
+    try:
+        while not engine.idle:
+            for output in engine.step():
+                assert output.error is None, output.error
+                answers[output.request_id] += output.token_ids
+    finally:
+        runner.launch, model.logits = launch, logits
+    return answers, rows
+
+
 def decoded_errors(engine: Engine, vocabulary: int, batch: int, looked_at: int = 4) -> bool:
     """Of the first `looked_at` of `batch` requests, decoded together: the error of the logits that
     each token was drawn from, against the same tokens in fp32. Prints it beside plain torch's."""
@@ -175,29 +203,11 @@ def decoded_errors(engine: Engine, vocabulary: int, batch: int, looked_at: int =
                 seed=0,
             )
         )
-    runner: Any = engine._runner  # noqa: SLF001
-    decoder, plans, rows = runner.parts.model, [], []
-    launch, logits = runner.launch, decoder.logits
-
-    def launch_and_note(plan: Any, inputs: Any) -> Any:
-        plans.append(plan)
-        return launch(plan, inputs)
-
-    def logits_and_note(hidden: Tensor) -> Tensor:
-        rows.append((plans[-1], logits(hidden)))
-        return rows[-1][1]
-
-    runner.launch, decoder.logits = launch_and_note, logits_and_note
-    answers: dict[str, list[int]] = {str(i): [] for i in range(batch)}
-    try:
-        while not engine.idle:
-            for output in engine.step():
-                assert output.error is None, output.error
-                answers[output.request_id] += output.token_ids
-    finally:
-        runner.launch, decoder.logits = launch, logits
+    answers, rows = noted(engine)
     steps = [(p, x) for p, x in rows if not p.prefills and len(p.decodes) == batch]
     assert len(steps) >= new - 2, f"{len(steps)} steps of {batch} decodes"
+    runner: Any = engine._runner  # noqa: SLF001
+    decoder = runner.parts.model
     first = min(s.seq for s in steps[0][0].decodes)
     looked_at = min(looked_at, batch)
     total = {"ours": 0.0, "plain": 0.0, "size": 0.0}

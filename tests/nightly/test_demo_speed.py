@@ -3,78 +3,30 @@ judged here: the night holds the measures against those of an earlier one
 (`vitrail/nightly/speed.py`)."""
 
 import json
-import math
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
-import torch
 
-from vitrail import LLM, SamplingParams
-from vitrail.cli import DEMO, DEMO_PICTURE, DEMO_QUESTION
+from tests.nightly import steps
 
 pytestmark = [
     pytest.mark.nightly,
     pytest.mark.suite("speed", minutes=1, owner="engine", statistical=True),
 ]
-TURNS, REQUESTS, TOKENS = 12, 4, 16
-PARTS = [{"type": "image", "image": DEMO_PICTURE}, {"type": "text", "text": DEMO_QUESTION}]
-
-
-def yardstick() -> float:
-    """Seconds of fixed work of a step's kind: small products, and arithmetic of Python."""
-    x = torch.ones(64, 512)
-    w = torch.ones(512, 512)
-    began = time.perf_counter()
-    total = 0
-    for i in range(200):
-        total += int((x @ w)[0, 0]) + sum(j * i for j in range(300))
-    assert total > 0
-    return time.perf_counter() - began
-
-
-@contextmanager
-def timed(owner: object, name: str, spent: dict[str, float]) -> Iterator[None]:
-    """Seconds in a method of one object, added to `spent["Class.method"]`."""
-    method: Callable = getattr(owner, name)
-    key = f"{type(owner).__name__}.{name}"
-
-    def measured(*args):
-        began = time.perf_counter()
-        try:
-            return method(*args)
-        finally:
-            spent[key] = spent.get(key, 0.0) + time.perf_counter() - began
-
-    setattr(owner, name, measured)
-    try:
-        yield
-    finally:
-        setattr(owner, name, method)
 
 
 def test_steps_of_the_demo_model(record_property: Callable[[str, str], None]):
-    llm = LLM(DEMO, device="cpu", kv_cache_bytes=16 << 20, max_running=REQUESTS)
-    params = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True)
-    logs: dict[str, list[float]] = {}
-    engine = llm.engine
-    for turn in range(-2, TURNS):
-        spent: dict[str, float] = {}
-        before = yardstick()
-        with (
-            timed(engine, "step", spent),
-            timed(engine.scheduler, "schedule", spent),
-            timed(engine._runner, "launch", spent),
-            timed(engine.scheduler, "absorb", spent),
-        ):
-            llm.chat([[{"role": "user", "content": PARTS}]] * REQUESTS, params)
-        unit = (before + yardstick()) / 2
-        for name, seconds in spent.items():
-            if turn >= 0:  # two turns warm up
-                logs.setdefault(name, []).append(math.log(seconds / unit))
+    words = [sys.executable, "-m", steps.__name__]
+    root = Path(__file__).parents[2]
+    done = subprocess.run(words, cwd=root, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    logs = json.loads(done.stdout)
     assert set(logs) == {
         *("Engine.step", "Scheduler.schedule", "Runner.launch", "Scheduler.absorb")
     }
     for name, values in logs.items():
+        assert len(values) == steps.TURNS
         record_property(f"measure demo, cpu: {name}", json.dumps(values))

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from datetime import date
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from tests.nightly.tree import job, setting, write_tree
@@ -192,6 +193,25 @@ def test_a_process_s_end_and_its_report_are_judged_together(code, outcomes, want
     report = Report(code=code, seconds=1.0, strays=(), peak_bytes=1)
     cases = outcomes and [Case(id="a::b", outcome=o, seconds=0) for o in outcomes]
     assert judge(report, cases, 5)[0] == want
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere orphans are the system's")
+def test_an_orphan_that_ends_is_gone(tmp_path: Path):
+    """And no zombie of the cage, whose child it is: as of a server that was killed, whose engine
+    ends by itself."""
+    code = (
+        "import os, subprocess, sys, time\n"
+        "said = subprocess.run(['sh', '-c', 'sleep 0.3 >&- & echo $!'], capture_output=True)\n"
+        "until = time.monotonic() + 20\n"
+        "while os.path.exists(f'/proc/{int(said.stdout)}') and time.monotonic() < until:\n"
+        "    time.sleep(0.05)\n"
+        "sys.exit(7 if time.monotonic() < until else 1)\n"
+    )
+    report = tmp_path / "report"
+    command = [sys.executable, "-P", cage.__file__, "60", str(report), sys.executable, "-c", code]
+    assert subprocess.run(command).returncode == 0
+    ended = msgspec.json.decode(report.read_bytes(), type=Report)
+    assert (ended.code, ended.strays) == (7, ())
 
 
 def test_a_watcher_that_is_gone_is_not_the_test_s_fault():

@@ -72,6 +72,8 @@ def test_jobs_can_be_run_again():
 def test_what_it_writes_in_the_checkout_is_no_change_of_it():
     """Else the night is of a commit with a `+`, which no script can name, and a shard that found an
     earlier night is of another commit than one that found none."""
+    if not (PATH.parents[2] / ".git").exists():
+        pytest.skip("not a git checkout; nothing is ignored")
     text = PATH.read_text()
     folders = set(re.findall(r"^ +path: (\w+)$", text, re.M)) | {".venv"}
     assert folders == {"night", "last", "shards", ".venv"}
