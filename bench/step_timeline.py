@@ -177,11 +177,12 @@ def show(name: str, events: Sequence[Event], file: str | None) -> None:
         return
     lines = [Line(steps, i) for i in range(len(steps[0]))]
     begins = [s[0].start for s in steps]
-    period = statistics.median([b - a for a, b in zip(begins, begins[1:], strict=False)] or [0.0])
+    periods = [b - a for a, b in zip(begins, begins[1:], strict=False)] or [0.0]
     ends = statistics.median(max(e.end for e in s) - s[0].start for s in steps)
     print(
-        f"{name}: {len(lines)} launches a step, {period:.1f} us from one to the next, {ends:.1f} "
-        "from copy to end"
+        f"{name}: {len(lines)} launches a step, us from one to the next "
+        f"{statistics.median(periods):.1f} by the median, {statistics.mean(periods):.1f} by the "
+        f"mean; {ends:.1f} from copy to end"
     )
     layers = [i for i, line in enumerate(lines) if FIRST in line.name]
     shown = lines
