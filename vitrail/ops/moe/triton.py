@@ -439,7 +439,7 @@ def moe_join(
 #
 # So shared experts' rows are on their way while the router chooses, and `down`'s while the last
 # programs of `up` work. `up` lets `down` start only once it has waited itself: what was chosen
-# is there then. Nothing stands for what is nobody's: its rows are zero, and are not stored.
+# is there then. What is nobody's has rows of zeros, which are not stored.
 
 
 @triton.jit
@@ -476,26 +476,19 @@ def moe_up_rows(
     n = tl.program_id(0) % tiles * ROWS + tl.arange(0, ROWS)
     if slot >= K - SHARED:
         expert = num_experts - K + slot
-        most = INNER
-        matrix = gate_up + expert.to(tl.int64) * (2 * INNER * M)
-        gate = _rows(matrix, n, most, 0, M, M, BLOCK)
-        up = _rows(matrix + INNER * M, n, most, 0, M, M, BLOCK)
-        if REST:
-            gate_rest = _rows(matrix, n, most, BLOCK, M, M, REST)
-            up_rest = _rows(matrix + INNER * M, n, most, BLOCK, M, M, REST)
-        if EARLY:
-            gdc_wait()
     else:
         if EARLY:
             gdc_wait()
         expert = tl.load(ids + slot).to(tl.int32)
-        most = tl.where((expert >= 0) & (expert < num_experts), INNER, 0)
-        matrix = gate_up + expert.to(tl.int64) * (2 * INNER * M)
-        gate = _rows(matrix, n, most, 0, M, M, BLOCK)
-        up = _rows(matrix + INNER * M, n, most, 0, M, M, BLOCK)
-        if REST:
-            gate_rest = _rows(matrix, n, most, BLOCK, M, M, REST)
-            up_rest = _rows(matrix + INNER * M, n, most, BLOCK, M, M, REST)
+    most = tl.where((expert >= 0) & (expert < num_experts), INNER, 0)
+    matrix = gate_up + expert.to(tl.int64) * (2 * INNER * M)
+    gate = _rows(matrix, n, most, 0, M, M, BLOCK)
+    up = _rows(matrix + INNER * M, n, most, 0, M, M, BLOCK)
+    if REST:
+        gate_rest = _rows(matrix, n, most, BLOCK, M, M, REST)
+        up_rest = _rows(matrix + INNER * M, n, most, BLOCK, M, M, REST)
+    if EARLY:
+        gdc_wait()
     if EARLY:
         gdc_launch_dependents()
     row = _vector(x, 0, M, BLOCK)
