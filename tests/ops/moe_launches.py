@@ -32,6 +32,8 @@ NAMES = (
     "moe_up",
     "moe_down",
     "moe_join",
+    "moe_up_rows",
+    "moe_down_rows",
 )
 TYPES = {
     torch.bfloat16: "bf16",

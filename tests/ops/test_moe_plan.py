@@ -113,8 +113,9 @@ def check(gpu: str, *tokens: int) -> list[dict]:
 
 def test_a_layer_s_kernels_fit_an_h200():
     """Nothing spills, and products use the units of the whole warp group."""
-    kernels = check("H200", 1, 8192)
+    kernels = check("H200", 1, 2, 8192)
     assert all(kernel["stack_bytes"] == 0 for kernel in kernels)
+    assert {"moe_up_rows", "moe_down_rows"} <= {kernel["kernel"] for kernel in kernels}
     assert all(kernel["wgmma"] for kernel in kernels if kernel["kernel"] in ("moe_up", "moe_down"))
 
 

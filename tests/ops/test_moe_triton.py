@@ -6,10 +6,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from vitrail.ops.moe.fused import place, triton_experts, triton_route
+from vitrail.config.hardware import find
+from vitrail.ops.moe import fused
+from vitrail.ops.moe.fused import one_token, place, triton_experts, triton_route
 from vitrail.ops.moe.naive import Routing, naive_experts, naive_route, route
 from vitrail.ops.moe.plan import Choice, max_blocks
-from vitrail.ops.moe.tile import ExpertsPlan, Tile
+from vitrail.ops.moe.tile import ExpertsPlan, Rows, Tile
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs them compiled")
 FEW = Tile(bn=16, bk=16, stages=2, warps=4)
@@ -72,6 +74,53 @@ def test_choices_that_are_nobody_s_add_nothing(name: str) -> None:
     want = naive_experts(clean, Routing(ids, kept), gate_up, down)
     torch.testing.assert_close(got, want, atol=TOLERANCE, rtol=TOLERANCE)
     assert torch.equal(got[3], torch.zeros(24))
+
+
+@pytest.mark.parametrize("rows", [2, 16])
+@pytest.mark.parametrize(
+    ("experts", "top_k", "num_shared", "hidden", "inner"),
+    [(8, 5, 2, 24, 16), (6, 3, 0, 40, 24), (9, 4, 1, 32, 48)],
+)
+def test_one_token_by_rows_is_the_definition(
+    rows: int, experts: int, top_k: int, num_shared: int, hidden: int, inner: int
+) -> None:
+    """Rows that do not divide the channels, channels that are no power of two, and a choice that is
+    nobody's, of whose rows nothing is there but NaN."""
+    gate_up, down = weights(experts, hidden, inner)
+    x, first = torch.randn(1, hidden), experts - num_shared
+    ids = torch.cat([torch.randperm(first)[: top_k - num_shared], torch.arange(first, experts)])
+    ids = ids[None].int()
+    by_rows = Rows(up=rows, up_warps=4, down=rows, down_warps=4)
+    plan = replace(PLANS["few"], rows=by_rows)
+    for nobody in (None, -1, experts):
+        kept = torch.rand(1, top_k)
+        if nobody is not None:
+            ids[0, 0], kept[0, 0] = nobody, 0
+        want = naive_experts(x, Routing(ids, kept), gate_up, down)
+        chosen = Routing(ids, kept if nobody is None else kept.index_fill(1, torch.tensor(0), 1.0))
+        got = one_token(x, chosen, gate_up, down, num_shared, plan)
+        torch.testing.assert_close(got, want, atol=TOLERANCE, rtol=TOLERANCE)
+
+
+def test_a_mixture_of_one_token_runs_as_its_plan_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    gate_up, down = weights(10, 64, 24)
+    choice = Choice(top_k=3, num_shared=2, normalize=True, scaling=2.446)
+    x, router, bias = torch.randn(2, 64).bfloat16(), torch.randn(8, 64) / 8, torch.randn(8) / 10
+    ran: list[int] = []
+
+    def counted(x: torch.Tensor, *args: object) -> torch.Tensor:
+        ran.append(len(x))
+        return one_token(x, *args)
+
+    plan = replace(PLANS["few"], rows=Rows(up=2, up_warps=4, down=8, down_warps=4))
+    monkeypatch.setattr(fused, "experts_plan", lambda *_: plan)
+    monkeypatch.setattr(fused, "one_token", counted)
+    want = naive_experts(x[:1].float(), naive_route(x[:1], router, bias, choice), gate_up, down)
+    layer = (router, bias, choice, gate_up.bfloat16(), down.bfloat16())
+    got, both = (fused.triton_mixture(find("H200"), x_TM, *layer) for x_TM in (x[:1], x))
+    torch.testing.assert_close(got.float(), want, atol=0.05, rtol=0.05)
+    assert both.shape == x.shape  # in tiles, whose products in bf16 the interpreter gets wrong
+    assert ran == [1]
 
 
 @pytest.mark.parametrize("name", PLANS)

@@ -67,6 +67,8 @@ def triton_mixture(
     shape = ExpertsShape(hidden, inner, experts, choice.top_k + choice.num_shared)
     plan = fixed_plan(shape, gpu) if fixed else experts_plan(len(x_TM), shape, gpu)
     routing, placed = triton_route(x_TM, router_VM, bias_V, choice, plan)
+    if plan.rows is not None and len(x_TM) == 1:
+        return one_token(x_TM, routing, gate_up_XFM, down_XMI, choice.num_shared, plan)
     return triton_experts(x_TM, routing, gate_up_XFM, down_XMI, plan, placed)
 
 
@@ -182,6 +184,64 @@ def triton_experts(
     act_RI = run_up(x_TM, gate_up_XFM, ids_TK, placed, plan)
     part_SM = run_down(act_RI, down_XMI, ids_TK, placed, plan.down, plan)
     return join(part_SM, routing, experts, plan)
+
+
+def one_token(
+    x_1M: Float[Tensor, "1 M"],
+    routing: Routing,
+    gate_up_XFM: Float[Tensor, "X F M"],
+    down_XMI: Float[Tensor, "X M I"],
+    num_shared: int,
+    plan: ExpertsPlan,
+) -> Float[Tensor, "1 M"]:
+    """As `triton_experts` of one token, whose last `num_shared` choices are the last experts."""
+    assert plan.rows is not None, plan
+    (experts, hidden, inner), rows = down_XMI.shape, plan.rows
+    ids_1K = routing.expert_ids
+    slots, early = ids_1K.numel(), _early(plan.early)
+    act_KI = x_1M.new_empty((slots, inner))
+    _run(
+        kernels.moe_up_rows,
+        (slots * -(-inner // rows.up),),
+        x_1M,
+        gate_up_XFM,
+        act_KI,
+        ids_1K,
+        experts,
+        M=hidden,
+        INNER=inner,
+        K=slots,
+        SHARED=num_shared,
+        ROWS=rows.up,
+        **_blocks(hidden),
+        num_warps=rows.up_warps,
+        **early,
+    )
+    part_KM = x_1M.new_empty((slots, hidden))
+    _run(
+        kernels.moe_down_rows,
+        (slots * -(-hidden // rows.down),),
+        act_KI,
+        down_XMI,
+        part_KM,
+        ids_1K,
+        experts,
+        M=hidden,
+        INNER=inner,
+        K=slots,
+        ROWS=rows.down,
+        **_blocks(inner),
+        num_warps=rows.down_warps,
+        **early,
+    )
+    return join(part_KM, routing, experts, plan)
+
+
+def _blocks(channels: int) -> dict[str, int]:
+    """Channels as a power of two and what is left of them, rounded up to one."""
+    block = 1 << (channels.bit_length() - 1)
+    rest = channels - block
+    return {"BLOCK": block, "REST": power_of_2(rest) if rest else 0}
 
 
 def place(expert_ids: Int[Tensor, "T K"], num_experts: int, plan: ExpertsPlan) -> Placed:

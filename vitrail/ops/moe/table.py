@@ -2,22 +2,22 @@
 to so many tokens (None: any number)."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from types import MappingProxyType
 
-from vitrail.ops.moe.tile import ExpertsPlan, Tile
+from vitrail.ops.moe.tile import ExpertsPlan, Rows, Tile
 
 # Kimi-VL-A3B: 64 experts, 6 a token, and 2 shared ones.
 _LARGE = Tile(bn=256, bk=64, stages=4, warps=8, swap=False, sorted=True, programs=132, flat=True)
+_FEW = ExpertsPlan(
+    bt=16,
+    up=Tile(bn=64, bk=128, stages=3, warps=4),
+    down=Tile(bn=64, bk=128, stages=3, warps=4),
+    early=2,
+)
 _H200_KIMI: tuple[tuple[int | None, ExpertsPlan], ...] = (
-    (
-        16,
-        ExpertsPlan(
-            bt=16,
-            up=Tile(bn=64, bk=128, stages=3, warps=4),
-            down=Tile(bn=64, bk=128, stages=3, warps=4),
-            early=2,
-        ),
-    ),
+    (1, replace(_FEW, rows=Rows(up=2, up_warps=8, down=8, down_warps=8))),
+    (16, _FEW),
     (
         32,
         ExpertsPlan(

@@ -28,13 +28,26 @@ class Tile:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Rows:
+    """One token's products, rows of the matrices in registers: so many output channels a program
+    (of gate and of up each), and its warps."""
+
+    up: int
+    up_warps: int
+    down: int
+    down_warps: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertsPlan:
     """`bt`: rows of a block. `early`: each launch may start while the one before it works (1), or
     while that waits as well (2), which takes room; 0: not. `fixed`: neither the router's tiles nor
-    how rows are placed depend on how many there are."""
+    how rows are placed depend on how many there are. `rows`: how a mixture of one token runs, if
+    not in tiles."""
 
     bt: int
     up: Tile
     down: Tile
     early: int = 1
     fixed: bool = False
+    rows: Rows | None = None
