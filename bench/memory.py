@@ -26,7 +26,7 @@ from vitrail.attention.installed import releases
 from vitrail.check.run import check
 from vitrail.check.subject import Question
 from vitrail.config.engine import EngineConfig
-from vitrail.config.hardware import CPU, from_device
+from vitrail.engine.placement import hardware_of
 
 GOAL = 0.05
 PART = (
@@ -53,7 +53,7 @@ def write(folder: Path, shape: str, tiny: bool) -> None:
 
 def predicted(config: EngineConfig, device: str) -> dict[str, int]:
     """Facts of check's row on memory."""
-    gpu = from_device() if device == "cuda" else CPU
+    gpu = hardware_of(torch.device(device))
     report = check(Question(choices=config, gpu=gpu, installed=releases()))
     return next(dict(row.facts) for row in report.rows if row.name.startswith("memory"))
 
