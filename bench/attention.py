@@ -1,6 +1,6 @@
 """Attention on one GPU: ours against the floor and torch's own, cold L2, correct before timed.
 
-    python bench/attention.py [--seconds 95] [--only MLA,8/1] [--backends cute,triton] [--sweep]
+    python -m bench.attention [--seconds 95] [--only MLA,8/1] [--backends cute,triton] [--sweep]
 
 Each case runs its plan on random keys. A few of its sequences are first computed in float32; where
 a backend is further off than twice plain torch in the same dtype, it is reported and not timed.

@@ -1,6 +1,6 @@
 """Ops of the text decoder on one GPU at Kimi-VL-A3B's shape, in bf16: correct before timed.
 
-    python bench/decoder_ops.py [--check] [--only linear,head,...] [--sweep] [--profile]
+    python -m bench.decoder_ops [--check] [--only linear,head,...] [--sweep] [--profile]
 
 Every op is first held against its definition in float32: an error of more than 1.2 times that of
 the definition in bf16, or a result that is not finite, is reported, and the op is not timed. Then

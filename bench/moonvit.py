@@ -1,7 +1,7 @@
 """Kimi-VL's tower and projector at their published size on one GPU, and what a picture costs
 before them.
 
-    python bench/moonvit.py [--attention triton] [--parts rows,profile,...] [--tiny]
+    python -m bench.moonvit [--attention triton] [--parts rows,profile,...] [--tiny]
 
 Random weights, norms of one and matrices of N(0, 0.02). Two pictures are first encoded in float32;
 where ours in bf16 are further off than 1.2 times plain torch in bf16, nothing is timed. A row is

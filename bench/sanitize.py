@@ -1,8 +1,8 @@
 """Each kind of attention kernel of ours once, on small shapes, for tools that watch memory:
 
-    compute-sanitizer --report-api-errors no --tool memcheck python bench/sanitize.py
-    compute-sanitizer --tool racecheck python bench/sanitize.py --backend cute
-    python bench/sanitize.py --guard
+    compute-sanitizer --report-api-errors no --tool memcheck python -m bench.sanitize
+    compute-sanitizer --tool racecheck python -m bench.sanitize --backend cute
+    python -m bench.sanitize --guard
 
 Pages that nobody wrote hold NaN and block tables name an impossible page past a row's end; results
 are held against the reference on the CPU. Without `--guard` every tensor is an allocation of its

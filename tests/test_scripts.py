@@ -39,3 +39,14 @@ def test_the_law_can_fail() -> None:
 @pytest.mark.parametrize("path", SCRIPTS, ids=lambda p: str(p.relative_to(ROOT)))
 def test_every_name_is_there(path: Path) -> None:
     assert lacking(path.read_text()) == []
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "bench").glob("*.py")), ids=lambda p: p.name)
+def test_how_it_is_started_finds_what_it_imports(path: Path) -> None:
+    """`python bench/x.py` has bench/ on its path, not the root; `python -m bench.x` the root."""
+    source = path.read_text()
+    tree = ast.parse(source)
+    modules = [str(n.module) for n in ast.walk(tree) if isinstance(n, ast.ImportFrom)]
+    of_root = any(m.split(".")[0] in ("tests", "bench") for m in modules)
+    said = ast.get_docstring(tree) or ""
+    assert not (of_root and f"python bench/{path.name}" in said), f"{path.name} needs python -m"

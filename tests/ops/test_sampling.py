@@ -53,6 +53,16 @@ def test_a_row_that_is_not_finite_is_reported_alone(value: float):
     assert 0 <= tokens[1] < VOCAB
 
 
+@pytest.mark.parametrize("value", [1e38, -3e38])
+def test_a_row_of_large_numbers_is_finite_though_its_sum_is_not(value: float):
+    x = torch.full((2, VOCAB), value)
+    assert not x.sum(-1).isfinite().any()
+    tokens, finite = triton.best_tokens(x, never())
+    want, well = defined("best_tokens", x, never())
+    assert finite.tolist() == well.tolist() == [True, True]
+    assert tokens.tolist() == want.tolist() == [0, 0]
+
+
 def test_what_is_kept_is_what_the_next_step_reads():
     """Rows in any order of slots, one that is not finite, two of nobody's in the same slot."""
     x = rows(5)

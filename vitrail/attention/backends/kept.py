@@ -26,7 +26,13 @@ PACKAGES = (
     *("nvidia-cutlass-dsl", "apache-tvm-ffi", "torch-c-dlpack-ext", "flash-attn-4"),
     *("quack-kernels", "torch", "triton"),
 )
-SOURCES = ("backends/cute.py", "backends/fa4.py", "decode_spec.py", "kernels/decode_sm90.py")
+SOURCES = (
+    "fa4.py",
+    "backends/cute.py",
+    "backends/fa4.py",
+    "decode_spec.py",
+    "kernels/decode_sm90.py",
+)
 log = logging.getLogger("vitrail.attention")
 
 

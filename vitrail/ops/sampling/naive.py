@@ -29,7 +29,7 @@ def best_tokens(
     """The first of the largest logits + never (0, or -inf for an id that is never sampled), and
     whether the row's logits are all finite and it is."""
     best_S, tokens_S = (logits_SV + never_V).max(-1)
-    return tokens_S, torch.isfinite(logits_SV.sum(-1)) & torch.isfinite(best_S)
+    return tokens_S, torch.isfinite(logits_SV).all(-1) & torch.isfinite(best_S)
 
 
 def keep_best(
