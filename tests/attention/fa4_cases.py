@@ -14,6 +14,7 @@ from vitrail.attention.compile_process import Answer
 from vitrail.attention.cubin import hold
 from vitrail.attention.plan import AttentionPlan, plan_on
 from vitrail.attention.shape import PAGED, AttentionShape, AttentionSite, Phase
+from vitrail.check.compiled import failed
 from vitrail.config.hardware import Hardware, find
 
 
@@ -73,7 +74,7 @@ def planned(name: str, gpu: Hardware) -> AttentionPlan | list:
 
 def refusals(answer: Answer, made: AttentionPlan, gpu: Hardware) -> list[str]:
     if isinstance(answer, str):
-        return [answer]
+        return [str(failed(made, gpu, answer))]
     return [str(f) for taken in answer for f in hold(taken, made, gpu)]
 
 

@@ -150,8 +150,8 @@ class Read:
     def __init__(self, count: int, draw: random.Random):
         self._ids = [draw.randrange(1000) for _ in range(count)]
 
-    def read(self) -> tuple[list[int], list[None]]:
-        return self._ids, [None] * len(self._ids)
+    def read(self) -> tuple[Any, dict[int, Any]]:
+        return torch.tensor(self._ids).numpy(), {}
 
 
 class Ran:

@@ -60,7 +60,7 @@ def planned(name: str, plan: AttentionPlan, gpu: Hardware, take: Callable[[], li
         name=name,
         take=take,
         hold=lambda taken: hold(taken, plan, gpu),
-        failed=lambda error: _failed(plan, gpu, error),
+        failed=lambda error: failed(plan, gpu, error),
         line=lambda taken: _line(plan, taken),
     )
 
@@ -183,12 +183,14 @@ def _answered(
     return found
 
 
-def _failed(plan: AttentionPlan, gpu: Hardware, error: Exception) -> Finding:
+def failed(plan: AttentionPlan, gpu: Hardware, error: Exception | str) -> Finding:
+    """That a kernel of the plan does not compile, with all that the plan made it for."""
     site = plan.shape.site
     return Finding(
         where=f"attention {plan.shape.phase}: backend {plan.backend} on {gpu.name}",
-        saw=f"{' '.join(str(error).split())[:400]} for heads of {site.head_dim} and "
-        f"{site.head_dim_v}, tiles of {plan.tile_m} x {plan.tile_n}",
+        saw=f"{' '.join(str(error).split())[:400]} for tiles of {plan.tile_m} x {plan.tile_n}, "
+        f"heads of {site.head_dim} and {site.head_dim_v}, {site.num_q_heads} to "
+        f"{site.num_kv_heads}, pages of {plan.shape.page_size or 0}, {plan.max_splits} splits",
         rule="every kernel that a plan names compiles for its GPU",
         change="pass --attention triton, or install the release that this backend is tested with",
         code="compile_failed",
