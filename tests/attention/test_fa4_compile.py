@@ -127,6 +127,8 @@ def test_the_crash_of_a_nightly_run_on_b300s_is_found_on_a_cpu():
     assert "B300" in found
 
 
+@pytest.mark.suite("kernels", minutes=2, owner="attention")
+@pytest.mark.nightly
 @needs_it
 def test_the_release_that_we_launch_compiles_it_and_is_seen_to_change_its_tile():
     """Its host halves the tile and takes another number of splits: so we plan none there."""

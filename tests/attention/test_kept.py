@@ -33,6 +33,8 @@ def test_a_kernel_is_made_once_and_is_the_same_from_disk(tmp_path: Path):
     assert list(folder.glob("*.o")) == [file]
 
 
+@pytest.mark.suite("kernels", minutes=1, owner="attention")
+@pytest.mark.nightly
 def test_of_processes_that_want_one_kernel_at_once_one_makes_it(tmp_path: Path):
     """And every one of them computes with what that one made."""
     command = [sys.executable, str(SCRIPT), str(tmp_path), "cpu"]

@@ -21,6 +21,8 @@ IDS = ("--ids", "0:256")
 HERE = ("--device", "cpu", "--kv-cache-bytes", "4000000", "--encoder-patches", "1024")
 
 
+@pytest.mark.suite("speed", minutes=1, owner="bench")
+@pytest.mark.nightly
 def test_a_server_against_itself(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     report, plot = tmp_path / "r.json", tmp_path / "p.svg"
     out = ("--json", str(report), "--plot", str(plot))

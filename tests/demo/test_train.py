@@ -59,6 +59,8 @@ def test_equal_seeds_give_equal_weights(train: Any, tmp_path: Path):
     assert all(torch.equal(first[k], second[k]) for k in first)
 
 
+@pytest.mark.suite("accuracy", minutes=1, owner="demo")
+@pytest.mark.nightly
 def test_a_stopped_run_goes_on_as_if_it_had_not(train: Any, tmp_path: Path):
     whole = run(train, tmp_path / "whole", 1e9)
     half = tmp_path / "half"

@@ -57,6 +57,8 @@ def test_chunked_logits_are_those_of_the_whole(chunk: int):
     assert np.abs(whole.score(GOLDEN.text_ids) - GOLDEN.text_logits).max() <= 1e-4
 
 
+@pytest.mark.suite("parity", minutes=2, owner="laws")
+@pytest.mark.nightly
 @given(data=st.data())
 @settings(max_examples=3, deadline=None, derandomize=True)
 def test_a_request_among_random_neighbours_is_as_it_is_alone(alone: list[Any], data: st.DataObject):
@@ -99,6 +101,8 @@ def test_what_decodes_left_in_the_cache_is_what_a_prompt_would_have():
     assert again.outputs[0].token_ids == cold[0][0]
 
 
+@pytest.mark.suite("parity", minutes=1, owner="laws")
+@pytest.mark.nightly
 def test_a_preempted_request_is_as_it_is_alone():
     """A pool of one and a half of three requests of 38 tokens."""
     asked = [params(max_tokens=20)] * 3

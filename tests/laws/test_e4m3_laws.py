@@ -99,6 +99,8 @@ def test_chunked_equals_whole(
     assert positions > 8
 
 
+@pytest.mark.suite("parity", minutes=2, owner="laws")
+@pytest.mark.nightly
 @pytest.mark.parametrize("step_ahead", [True, False])
 def test_together_cached_and_preempted_it_stays_so(golden: Golden, step_ahead: bool):
     """Every step's tokens and probabilities are to the bit those of the cache that torch rounded:

@@ -170,6 +170,7 @@ def twelve(s2: Loaded) -> Pictures:
     return made
 
 
+@pytest.mark.nightly
 @settings(max_examples=10, derandomize=True, deadline=None)
 @given(order=st.permutations(range(12)), cut=st.integers(1, 11))
 def test_a_batch_of_twelve_tile_counts_equals_each_alone_in_every_order(

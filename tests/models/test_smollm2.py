@@ -66,6 +66,8 @@ def test_the_capital_of_france_is_paris(llm: LLM) -> None:
     assert out.outputs[0].finish_reason == "stop"
 
 
+@pytest.mark.suite("parity", minutes=2, owner="models")
+@pytest.mark.nightly
 def test_short_prompts_chunked_and_batched(llm: LLM) -> None:
     """Steps of 48 tokens for 135 tokens of four prompts: chunks and decodes share them."""
     assert generated(llm, SHORT, 24) == [GREEDY[i] for i in SHORT]
@@ -151,6 +153,8 @@ def nvila_says_the_same(nvila: LLM, llm: LLM, which: list[int], count: int) -> N
     assert [each.text for each in out[:-1]] == [decode(ids) for ids in want]
 
 
+@pytest.mark.suite("parity", minutes=2, owner="models")
+@pytest.mark.nightly
 def test_as_nvila_s_decoder_the_same_weights_say_the_same(llm: LLM, tmp_path: Path) -> None:
     """`llm.*` of a folder with a tower and projector of random weights."""
     nvila = as_nvila(tmp_path, lite=False)

@@ -284,6 +284,8 @@ except Exception as error:
 """
 
 
+@pytest.mark.suite("faults", minutes=1, owner="repro")
+@pytest.mark.nightly
 def test_a_kernel_that_does_not_compile_fails_on_any_machine(tmp_path: Path):
     path, script = tmp_path / "capsule.json", tmp_path / "script.py"
     env = {**os.environ, "TRITON_INTERPRET": "0"}
@@ -360,6 +362,8 @@ def test_a_tile_of_zero_rows_fails_alone_and_passes_with_a_legal_one(tmp_path: P
     assert alone(script).returncode == 0, "with the fault out of the source it passes"
 
 
+@pytest.mark.suite("faults", minutes=1, owner="repro")
+@pytest.mark.nightly
 @interpreted
 def test_an_op_that_is_not_its_definition_fails_alone(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path

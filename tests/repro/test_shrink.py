@@ -154,6 +154,8 @@ def test_time_ends_it_where_it_is(capsule: Capsule):
     assert not findings(made.capsule)
 
 
+@pytest.mark.suite("faults", minutes=3, owner="repro")
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", ["rows", "norm", "picture"])
 def test_a_fault_of_an_engine_shrinks_to_its_condition(
     golden: Golden,
@@ -189,6 +191,8 @@ def test_a_fault_of_an_engine_shrinks_to_its_condition(
         assert 40 < patches_at_once(small) <= 80
 
 
+@pytest.mark.suite("faults", minutes=3, owner="repro")
+@pytest.mark.nightly
 def test_at_the_command_line(
     golden: Golden,
     capsules: Made,

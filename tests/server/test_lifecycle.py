@@ -97,6 +97,7 @@ def test_a_signal_ends_everything(kimi_folder: Path, http: str, number: signal.S
         assert "Traceback" not in server.output()
 
 
+@pytest.mark.nightly
 def test_a_server_killed_outright_takes_its_engine_along_and_the_next_one_tidies(
     kimi_folder: Path,
 ):
