@@ -2,6 +2,8 @@
 Triton kernels run in its interpreter where there is no GPU."""
 
 import os
+import secrets
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -43,8 +45,12 @@ from hypothesis import HealthCheck, settings  # noqa: E402
 pytest_plugins = ["tests.turns"]
 
 # An example's time is the machine's, with others on it; a claim on time is a test's own.
-settings.register_profile("any", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("any")
+# CI draws what it drew before: what fails there is the change. A night draws anew.
+for name, again in (("same", True), ("new", False)):
+    settings.register_profile(
+        name, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=again
+    )
+settings.load_profile("same")
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined
@@ -52,10 +58,28 @@ if not torch.cuda.is_available():
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--nightly", action="store_true", help="also run what CI has no time for")
+    parser.addoption("--seed", type=int, help="of what tests draw; else 0, at night a new one")
     parser.addoption("--checkpoint", help="a model to be asked multiple-choice questions")
     parser.addoption("--questions", help="the questions, a JSONL file")
     parser.addoption("--style", default="letters", help="letters or words: how choices are put")
     parser.addoption("--at-least", default="0", help="the share of right answers that it must have")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    night = config.getoption("--nightly")
+    settings.load_profile("new" if night else "same")
+    if config.getoption("--seed") is None:
+        config.option.seed = secrets.randbelow(2**31) if night else 0
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    return f"seed: {config.getoption('--seed')}"
+
+
+@pytest.fixture(autouse=True)
+def seeded(request: pytest.FixtureRequest) -> None:
+    """Draws of torch's generators are the test's own, whatever ran before it."""
+    torch.manual_seed(request.config.getoption("--seed") + zlib.crc32(request.node.nodeid.encode()))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
