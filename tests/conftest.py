@@ -10,7 +10,7 @@ from pathlib import Path
 if "PYTEST_XDIST_WORKER" in os.environ:  # what a test starts has a core, as this process has
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from jaxtyping import install_import_hook
+from tests import checked
 
 OPS = Path(__file__).parent.parent / "vitrail" / "ops"
 
@@ -23,7 +23,7 @@ def op_files() -> list[tuple[str, str]]:
 
 # Modules whose signatures take tensors or pixels. Bookkeeping in ints is pyright's business alone.
 # Of ops, the definitions: the hook would decorate the bodies of kernels beside them.
-install_import_hook(
+checked.install(
     [
         *(f"vitrail.ops.{folder}.{file}" for folder, file in op_files()),
         "vitrail.ops.dispatch",
@@ -35,7 +35,6 @@ install_import_hook(
         *(f"vitrail.engine.{m}" for m in ("batch", "encode", "runner", "sampler", "llm")),
         *(f"vitrail.weights.{m}" for m in ("load", "write")),
     ],
-    "beartype.beartype",
 )
 
 import pytest  # noqa: E402
@@ -79,6 +78,7 @@ def pytest_report_header(config: pytest.Config) -> str:
 @pytest.fixture(autouse=True)
 def seeded(request: pytest.FixtureRequest) -> None:
     """Draws of torch's generators are the test's own, whatever ran before it."""
+    checked.next_test()
     torch.manual_seed(request.config.getoption("--seed") + zlib.crc32(request.node.nodeid.encode()))
 
 
