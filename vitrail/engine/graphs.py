@@ -21,7 +21,7 @@ import warnings
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import numpy as np
@@ -120,13 +120,24 @@ Record = Callable[[Callable[[], Tensor]], tuple[Graph, Tensor]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Captured:
-    """`hidden`: [B, M], `tokens`: int64 [B], `slots`: int64 [B], overwritten by the next replay."""
+    """`hidden`: [B, M], `tokens`: int64 [B], `slots`: int64 [B], overwritten by the next replay.
+    `heads`: of the three, by number of rows, made when first asked for."""
 
     forward: Graph
     hidden: Tensor
     greedy: Graph
     tokens: Tensor
     slots: Tensor
+    heads: dict[int, tuple[Tensor, Tensor, Tensor]] = field(
+        default_factory=dict[int, tuple[Tensor, Tensor, Tensor]]
+    )
+
+    def head(self, count: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Hidden states, tokens and slots of the first `count` rows."""
+        if count not in self.heads:
+            whole = self.hidden, self.tokens, self.slots
+            self.heads[count] = whole[0][:count], whole[1][:count], whole[2][:count]
+        return self.heads[count]
 
 
 class Recorder:
@@ -247,14 +258,15 @@ class DecodeGraphs:
         next replay."""
         captured = self._captured[self._size(count)]
         captured.forward.replay()
-        return captured.hidden[:count], captured.slots[:count]
+        hidden, _, slots = captured.head(count)
+        return hidden, slots
 
     def replay_greedy(self, count: int) -> Tensor:
         """The likeliest tokens of the rows packed last, as `Sampler.greedy` gives them, int64
         [count] until the next replay; they are the rows' last tokens now."""
         captured = self._captured[self._size(count)]
         captured.greedy.replay()
-        return captured.tokens[:count]
+        return captured.head(count)[1]
 
     def _size(self, count: int) -> int:
         return self._sizes[bisect_left(self._sizes, count)]
