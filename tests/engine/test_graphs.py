@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from bench import scheduler_step as bench
 from tests.engine.driver import golden_llm
 from vitrail import LLM, Refused, SamplingParams
 from vitrail.attention.plan import PlanLimits, PlanTable, make_table
@@ -149,6 +150,30 @@ def test_a_step_sends_one_parcel(graphs: bool):
     ]
     llm.generate(PROMPTS[:3], params)
     assert door.copies - before == llm.engine.stats().steps_total
+
+
+def test_a_step_has_its_own_pages_and_none_of_the_step_before():
+    """Whatever was packed before it, what a step sends is what it sends alone, but that its items
+    may be in another order."""
+    scheduler, used = bench.make(5, 150, prompt=70, spread=60), bench.Tables(5)
+    grown = plans = 0
+    while (planned := scheduler.schedule()) is not None:
+        plan = planned[0]
+        if plan.prefills:
+            used.eager(*planned)
+        else:
+            fresh = bench.Tables(5)
+            fresh.builder._table[:] = used.builder._table
+            plans, grown = plans + 1, grown + bool(plan.decodes.grown)
+            for each in (used, fresh):
+                each.graphs.pack(plan, each.door.parcel())
+            heads = [each.graphs._heads[5] for each in (used, fresh)]
+            for name in ("slots", "positions", "cache_slots", "places", "pages", "kv_lens"):
+                one, other = (getattr(head, name).tolist() for head in heads)
+                assert one == other, (plan.index, name)
+        scheduler.absorb(plan, bench.result(plan))
+    assert grown > 8
+    assert plans - grown > 100
 
 
 class Called(TorchDispatchMode):

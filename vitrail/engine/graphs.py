@@ -75,7 +75,7 @@ class GraphParts:
 class _Head:
     """A size's numbers on the host, laid out as they lie in `DecodeGraphs.inputs`. `kept_slots`:
     where rows' tokens go, for padded ones the row that is nobody's; `places`, `pages`: changes of
-    the block tables."""
+    the block tables, the first `num_pages` of them a step's."""
 
     def __init__(self, size: int, plans: Sequence[AttentionPlan]):
         self.plans = plans
@@ -96,6 +96,7 @@ class _Head:
         ]
         self.slots, self.kept_slots, self.positions, self.cache_slots, self.places = views[:5]
         self.kv_lens, self.pages = views[5:7]
+        self.num_pages = size  # of the last step; at first all are to be written
         self._records = [
             DecodeRecords(plan, items, combines)
             for plan, items, combines in zip(plans, views[7::2], views[8::2], strict=True)
@@ -229,8 +230,11 @@ class DecodeGraphs:
             self._pad(head, count)
         head.kv_lens[:] = head.positions + 1
         # A row takes one page a step at most; the rest write the last row of the table as it is.
-        self._no_pages(head)
-        head.places[: len(places)], head.pages[: len(pages)] = places, pages
+        if head.num_pages:
+            self._no_pages(head)
+        head.num_pages = new = len(places)
+        if new:
+            head.places[:new], head.pages[:new] = places, pages
         head.update_work()
         sent.add(head.buffer)
         return slots
@@ -252,6 +256,7 @@ class DecodeGraphs:
         builder = self._p.builder
         head.places[:] = builder.max_running * builder.max_pages
         head.pages[:] = self._p.scratch_page
+        head.num_pages = 0
 
     def replay(self, count: int) -> tuple[Tensor, Tensor]:
         """Hidden states [count, M] of the rows packed last, and their slots, int64: both until the

@@ -32,25 +32,18 @@ def aligned(size: int) -> int:
 
 
 @dataclass(slots=True)
-class _Buffer:
-    """Host memory that may be written once `copied` has happened. `sent`: its head, as much as was
-    sent last."""
-
-    tensor: Tensor
-    array: np.ndarray
-    copied: torch.cuda.Event | None
-    sent: Tensor
-
-
-@dataclass(slots=True)
-class _Rows:
-    """Host memory for a step's tokens, which are there once `done` has happened. `head`: as many
-    rows as were fetched last."""
+class _Host:
+    """Host memory, free (or filled) once `done` has happened. `head`: as much as travelled last."""
 
     tensor: Tensor
     array: np.ndarray
     done: torch.cuda.Event | None
     head: Tensor
+
+    def first(self, size: int) -> Tensor:
+        if len(self.head) != size:
+            self.head = self.tensor[:size]
+        return self.head
 
 
 class Door:
@@ -62,23 +55,18 @@ class Door:
         self.copies = 0
         self._pinned = device.type == "cuda"
         self._stream: torch.cuda.Stream | None = None  # of the last parcel
-        self._buffers = [self._buffer(SMALLEST_BYTES) for _ in range(DEPTH)]
-        # rows that nobody waits for; whoever does not come back for his keeps them from the others
-        self._rows: list[_Rows] = []
+        self._buffers = [self._host(SMALLEST_BYTES, torch.uint8) for _ in range(DEPTH)]
+        # rows of nobody; whoever does not come back for his keeps them from the others
+        self._rows: list[_Host] = []
         self._into: tuple[Tensor, Tensor] | None = None  # a fixed address and its head
 
     def parcel(self) -> "Parcel":
         return Parcel(self)
 
-    def _host(self, size: int, dtype: torch.dtype) -> Tensor:
-        return torch.empty(size, dtype=dtype, pin_memory=self._pinned)
-
-    def _event(self) -> torch.cuda.Event | None:
-        return torch.cuda.Event() if self._pinned else None
-
-    def _buffer(self, size: int) -> _Buffer:
-        tensor = self._host(size, torch.uint8)
-        return _Buffer(tensor, tensor.numpy(), self._event(), tensor)
+    def _host(self, size: int, dtype: torch.dtype) -> _Host:
+        tensor = torch.empty(size, dtype=dtype, pin_memory=self._pinned)
+        event = torch.cuda.Event() if self._pinned else None
+        return _Host(tensor, tensor.numpy(), event, tensor)
 
     def send(self, parts: list[tuple[int, np.ndarray]], size: int, out: Tensor | None) -> Tensor:
         """uint8 on the device, each part at its offset: in `out`, or in new memory where there is
@@ -86,23 +74,21 @@ class Door:
         at = self.copies % DEPTH
         self.copies += 1
         buffer = self._buffers[at]
-        if buffer.copied is not None:
-            buffer.copied.synchronize()  # of DEPTH steps ago: it has happened
+        if buffer.done is not None:
+            buffer.done.synchronize()  # of DEPTH steps ago: it has happened
         if len(buffer.array) < size:
-            buffer = self._buffers[at] = self._buffer(1 << (size - 1).bit_length())
+            buffer = self._buffers[at] = self._host(1 << (size - 1).bit_length(), torch.uint8)
         array = buffer.array
         for offset, part in parts:
             array[offset : offset + part.nbytes] = part.reshape(-1).view(np.uint8)
-        if len(buffer.sent) != size:
-            buffer.sent = buffer.tensor[:size]
         if out is None or len(out) < size:
             flat = head = torch.empty(size, dtype=torch.uint8, device=self.device)
         else:
             flat, head = out, self._head(out, size)
-        head.copy_(buffer.sent, non_blocking=True)
-        if buffer.copied is not None:
+        head.copy_(buffer.first(size), non_blocking=True)
+        if buffer.done is not None:
             self._stream = torch.cuda.current_stream(self.device)
-            buffer.copied.record(self._stream)
+            buffer.done.record(self._stream)
         if out is not None and flat is not out:
             out.copy_(flat[: len(out)])
         return flat
@@ -120,13 +106,9 @@ class Door:
         on the host as well when they are."""
         count = len(tokens)
         rows = self._rows.pop() if self._rows else None
-        if rows is None or len(rows.tensor) < count:
-            size = max(SMALLEST_ROWS, 1 << (count - 1).bit_length())
-            tensor = self._host(size, torch.int64)
-            rows = _Rows(tensor, tensor.numpy(), self._event(), tensor)
-        if len(rows.head) != count:
-            rows.head = rows.tensor[:count]
-        rows.head.copy_(tokens, non_blocking=True)
+        if rows is None or len(rows.array) < count:
+            rows = self._host(max(SMALLEST_ROWS, 1 << (count - 1).bit_length()), torch.int64)
+        rows.first(count).copy_(tokens, non_blocking=True)
         if rows.done is not None:
             rows.done.record(self._stream)
         return Fetching(rows, self._rows)
@@ -136,7 +118,7 @@ class Fetching:
     """Tokens on their way to the host. Its rows are its own until it is read; a launch that fails
     behind it takes them along."""
 
-    def __init__(self, rows: _Rows, free: list[_Rows]):
+    def __init__(self, rows: _Host, free: list[_Host]):
         self._rows, self._free = rows, free
 
     def __len__(self) -> int:
@@ -149,6 +131,7 @@ class Fetching:
             rows.done.synchronize()
         tokens = rows.array[: len(rows.head)].copy()
         self._free.append(rows)
+        del self._rows  # somebody else's from now on
         return tokens
 
 
