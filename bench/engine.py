@@ -307,6 +307,7 @@ def host_times(engine: Engine, batch: int, shape: Shape) -> None:
         (runner, "launch"),
         (engine.scheduler, "absorb"),
         (parts.door, "send"),
+        (parts.door, "fetch"),
         (parts.sampler, "ask"),
         (parts.sampler, "sample"),
         (parts.model, "logits"),

@@ -164,7 +164,7 @@ class World:
             o.seq.request.id for o, a in zip(ones, alive, strict=True) if a
         ]
         stops = {-1}.union(*(one.seq.request.stop_token_ids for one in self.ones))
-        looked = self.decoding.absorb(rows, np.array(tokens, np.int64), others)
+        looked = self.decoding.absorb(rows, np.array(tokens, np.int64), tokens, others)
         want: list[int] = []
         for i, (one, token) in enumerate(zip(ones, tokens, strict=True)):
             computed = int(rows.starts[i]) + 1

@@ -6,10 +6,14 @@ import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from bench import scheduler_step as bench
 from tests.engine.driver import golden_llm
 from vitrail import LLM, Refused, SamplingParams
 from vitrail.attention.plan import PlanLimits, PlanTable, make_table
@@ -146,6 +150,64 @@ def test_a_step_sends_one_parcel(graphs: bool):
     ]
     llm.generate(PROMPTS[:3], params)
     assert door.copies - before == llm.engine.stats().steps_total
+
+
+def test_a_step_has_its_own_pages_and_none_of_the_step_before():
+    """Whatever was packed before it, what a step sends is what it sends alone, but that its items
+    may be in another order."""
+    scheduler, used = bench.make(5, 150, prompt=70, spread=60), bench.Tables(5)
+    grown = plans = 0
+    while (planned := scheduler.schedule()) is not None:
+        plan = planned[0]
+        if plan.prefills:
+            used.eager(*planned)
+        else:
+            fresh = bench.Tables(5)
+            fresh.builder._table[:] = used.builder._table
+            plans, grown = plans + 1, grown + bool(plan.decodes.grown)
+            for each in (used, fresh):
+                each.graphs.pack(plan, each.door.parcel())
+            heads = [each.graphs._heads[5] for each in (used, fresh)]
+            for name in ("slots", "positions", "cache_slots", "places", "pages", "kv_lens"):
+                one, other = (getattr(head, name).tolist() for head in heads)
+                assert one == other, (plan.index, name)
+        scheduler.absorb(plan, bench.result(plan))
+    assert grown > 8
+    assert plans - grown > 100
+
+
+class Called(TorchDispatchMode):
+    """Operations of torch's, by name."""
+
+    def __init__(self):
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(func.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_greedy_step_asks_torch_for_two_copies_and_nothing_else(monkeypatch: pytest.MonkeyPatch):
+    """Beside its replay, which is the device's: the numbers there, the tokens back. Three rows in a
+    size of four, one step ahead; no memory is made, and no view."""
+    llm = golden_llm(max_model_len=112)
+    graphed(llm, [4])
+    asked = SamplingParams(max_tokens=20, temperature=0, ignore_eos=True)
+    steps: list[list[str]] = []
+
+    def stepped(step: Callable[[], Any]) -> Any:
+        with Called() as called:
+            made = step()
+        steps.append(called.names)
+        return made
+
+    monkeypatch.setattr(Again, "replay", lambda _: None)  # the tokens stay those of the capture
+    monkeypatch.setattr(llm.engine, "step", partial(stepped, llm.engine.step))
+    llm.generate(PROMPTS[:3], [asked] * 3)
+    steady = steps[4:-2]
+    assert len(steady) > 12
+    assert all(names == ["copy_.default"] * 2 for names in steady), steady
 
 
 def test_the_ladder_ends_with_what_was_asked():

@@ -79,7 +79,7 @@ def device() -> None:
     read = Fetched.read
 
     def faulty(self: Any) -> Any:
-        if len(self._sampled.token_ids) >= 2:
+        if len(self._tokens) >= 2:
             raise torch.AcceleratorError("CUDA error: an illegal memory access", 700)
         return read(self)
 
@@ -100,7 +100,7 @@ def freed() -> None:
     read = Fetched.read
 
     def faulty(self: Any) -> Any:
-        if len(self._sampled.token_ids) >= 2:
+        if len(self._tokens) >= 2:
             self.last = _Last()
             raise torch.AcceleratorError("CUDA error: an illegal memory access", 700)
         return read(self)

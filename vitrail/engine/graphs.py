@@ -21,7 +21,7 @@ import warnings
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import numpy as np
@@ -75,7 +75,7 @@ class GraphParts:
 class _Head:
     """A size's numbers on the host, laid out as they lie in `DecodeGraphs.inputs`. `kept_slots`:
     where rows' tokens go, for padded ones the row that is nobody's; `places`, `pages`: changes of
-    the block tables."""
+    the block tables, the first `num_pages` of them a step's."""
 
     def __init__(self, size: int, plans: Sequence[AttentionPlan]):
         self.plans = plans
@@ -96,6 +96,7 @@ class _Head:
         ]
         self.slots, self.kept_slots, self.positions, self.cache_slots, self.places = views[:5]
         self.kv_lens, self.pages = views[5:7]
+        self.num_pages = size  # of the last step; at first all are to be written
         self._records = [
             DecodeRecords(plan, items, combines)
             for plan, items, combines in zip(plans, views[7::2], views[8::2], strict=True)
@@ -120,13 +121,24 @@ Record = Callable[[Callable[[], Tensor]], tuple[Graph, Tensor]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Captured:
-    """`hidden`: [B, M], `tokens`: int64 [B], `slots`: int64 [B], overwritten by the next replay."""
+    """`hidden`: [B, M], `tokens`: int64 [B], `slots`: int64 [B], overwritten by the next replay.
+    `heads`: of the three, by number of rows, made when first asked for."""
 
     forward: Graph
     hidden: Tensor
     greedy: Graph
     tokens: Tensor
     slots: Tensor
+    heads: dict[int, tuple[Tensor, Tensor, Tensor]] = field(
+        default_factory=dict[int, tuple[Tensor, Tensor, Tensor]]
+    )
+
+    def head(self, count: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Hidden states, tokens and slots of the first `count` rows."""
+        if count not in self.heads:
+            whole = self.hidden, self.tokens, self.slots
+            self.heads[count] = whole[0][:count], whole[1][:count], whole[2][:count]
+        return self.heads[count]
 
 
 class Recorder:
@@ -218,8 +230,11 @@ class DecodeGraphs:
             self._pad(head, count)
         head.kv_lens[:] = head.positions + 1
         # A row takes one page a step at most; the rest write the last row of the table as it is.
-        self._no_pages(head)
-        head.places[: len(places)], head.pages[: len(pages)] = places, pages
+        if head.num_pages:
+            self._no_pages(head)
+        head.num_pages = new = len(places)
+        if new:
+            head.places[:new], head.pages[:new] = places, pages
         head.update_work()
         sent.add(head.buffer)
         return slots
@@ -241,20 +256,22 @@ class DecodeGraphs:
         builder = self._p.builder
         head.places[:] = builder.max_running * builder.max_pages
         head.pages[:] = self._p.scratch_page
+        head.num_pages = 0
 
     def replay(self, count: int) -> tuple[Tensor, Tensor]:
         """Hidden states [count, M] of the rows packed last, and their slots, int64: both until the
         next replay."""
         captured = self._captured[self._size(count)]
         captured.forward.replay()
-        return captured.hidden[:count], captured.slots[:count]
+        hidden, _, slots = captured.head(count)
+        return hidden, slots
 
     def replay_greedy(self, count: int) -> Tensor:
         """The likeliest tokens of the rows packed last, as `Sampler.greedy` gives them, int64
         [count] until the next replay; they are the rows' last tokens now."""
         captured = self._captured[self._size(count)]
         captured.greedy.replay()
-        return captured.tokens[:count]
+        return captured.head(count)[1]
 
     def _size(self, count: int) -> int:
         return self._sizes[bisect_left(self._sizes, count)]

@@ -1,5 +1,6 @@
-"""The one door of a step's numbers to the device: arrays joined in a pinned buffer and sent by one
-copy that waits for nothing. Owns the buffers; knows nothing of what the arrays mean."""
+"""The one door of a step's numbers to the device and of its tokens back: arrays joined in a pinned
+buffer and sent by one copy that waits for nothing, tokens fetched behind an event. Owns the buffers
+and the events, which serve step after step; knows nothing of what the numbers mean."""
 
 # torch and numpy leave parts of their own signatures unknown
 # pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false
@@ -16,6 +17,7 @@ ALIGN_BYTES = 64
 # Buffers in turn: one that is filled, one on its way, one of the step before that.
 DEPTH = 3
 SMALLEST_BYTES = 1 << 20
+SMALLEST_ROWS = 256
 DTYPES = {
     np.dtype(np.int32): torch.int32,
     np.dtype(np.int64): torch.int64,
@@ -30,30 +32,41 @@ def aligned(size: int) -> int:
 
 
 @dataclass(slots=True)
-class _Buffer:
-    """Host memory that may be written once `copied` has happened."""
+class _Host:
+    """Host memory, free (or filled) once `done` has happened. `head`: as much as travelled last."""
 
     tensor: Tensor
     array: np.ndarray
-    copied: torch.cuda.Event | None
+    done: torch.cuda.Event | None
+    head: Tensor
+
+    def first(self, size: int) -> Tensor:
+        if len(self.head) != size:
+            self.head = self.tensor[:size]
+        return self.head
 
 
 class Door:
-    """Makes parcels. `copies`: how many were sent, each by one host-to-device copy."""
+    """Makes parcels and fetches tokens. `copies`: how many parcels were sent, each by one
+    host-to-device copy."""
 
     def __init__(self, device: torch.device):
         self.device = device
         self.copies = 0
         self._pinned = device.type == "cuda"
-        self._buffers = [self._buffer(SMALLEST_BYTES) for _ in range(DEPTH)]
+        self._stream: torch.cuda.Stream | None = None  # of the last parcel
+        self._buffers = [self._host(SMALLEST_BYTES, torch.uint8) for _ in range(DEPTH)]
+        # rows of nobody; whoever does not come back for his keeps them from the others
+        self._rows: list[_Host] = []
+        self._into: tuple[Tensor, Tensor] | None = None  # a fixed address and its head
 
     def parcel(self) -> "Parcel":
         return Parcel(self)
 
-    def _buffer(self, size: int) -> _Buffer:
-        tensor = torch.empty(size, dtype=torch.uint8, pin_memory=self._pinned)
+    def _host(self, size: int, dtype: torch.dtype) -> _Host:
+        tensor = torch.empty(size, dtype=dtype, pin_memory=self._pinned)
         event = torch.cuda.Event() if self._pinned else None
-        return _Buffer(tensor, tensor.numpy(), event)
+        return _Host(tensor, tensor.numpy(), event, tensor)
 
     def send(self, parts: list[tuple[int, np.ndarray]], size: int, out: Tensor | None) -> Tensor:
         """uint8 on the device, each part at its offset: in `out`, or in new memory where there is
@@ -61,24 +74,65 @@ class Door:
         at = self.copies % DEPTH
         self.copies += 1
         buffer = self._buffers[at]
-        if buffer.copied is not None:
-            buffer.copied.synchronize()  # of DEPTH steps ago: it has happened
+        if buffer.done is not None:
+            buffer.done.synchronize()  # of DEPTH steps ago: it has happened
         if len(buffer.array) < size:
-            buffer = self._buffers[at] = self._buffer(1 << (size - 1).bit_length())
+            buffer = self._buffers[at] = self._host(1 << (size - 1).bit_length(), torch.uint8)
         array = buffer.array
         for offset, part in parts:
             array[offset : offset + part.nbytes] = part.reshape(-1).view(np.uint8)
-        short = out is not None and len(out) < size
-        if out is None or short:
-            flat = torch.empty(size, dtype=torch.uint8, device=self.device)
+        if out is None or len(out) < size:
+            flat = head = torch.empty(size, dtype=torch.uint8, device=self.device)
         else:
-            flat = out
-        flat[:size].copy_(buffer.tensor[:size], non_blocking=True)
-        if buffer.copied is not None:
-            buffer.copied.record()
-        if out is not None and short:
+            flat, head = out, self._head(out, size)
+        head.copy_(buffer.first(size), non_blocking=True)
+        if buffer.done is not None:
+            self._stream = torch.cuda.current_stream(self.device)
+            buffer.done.record(self._stream)
+        if out is not None and flat is not out:
             out.copy_(flat[: len(out)])
         return flat
+
+    def _head(self, out: Tensor, size: int) -> Tensor:
+        """The first `size` bytes: of the same memory as a rule, and as many."""
+        into = self._into
+        if into is None or into[0] is not out or len(into[1]) != size:
+            into = self._into = out, out[:size]
+        return into[1]
+
+    def fetch(self, tokens: Tensor) -> "Fetching":
+        """Start the copy of `tokens` (int64 [S], made by the step whose parcel was sent last) to
+        the host, before anything that overwrites them. What was copied from the device before is
+        on the host as well when they are."""
+        count = len(tokens)
+        rows = self._rows.pop() if self._rows else None
+        if rows is None or len(rows.array) < count:
+            rows = self._host(max(SMALLEST_ROWS, 1 << (count - 1).bit_length()), torch.int64)
+        rows.first(count).copy_(tokens, non_blocking=True)
+        if rows.done is not None:
+            rows.done.record(self._stream)
+        return Fetching(rows, self._rows)
+
+
+class Fetching:
+    """Tokens on their way to the host. Its rows are its own until it is read; a launch that fails
+    behind it takes them along."""
+
+    def __init__(self, rows: _Host, free: list[_Host]):
+        self._rows, self._free = rows, free
+
+    def __len__(self) -> int:
+        return len(self._rows.head)
+
+    def read(self) -> np.ndarray:
+        """Wait for them and for nothing after them: int64 [S], the caller's. Once."""
+        rows = self._rows
+        if rows.done is not None:
+            rows.done.synchronize()
+        tokens = rows.array[: len(rows.head)].copy()
+        self._free.append(rows)
+        del self._rows  # somebody else's from now on
+        return tokens
 
 
 class Parcel:

@@ -22,7 +22,7 @@ from vitrail.cache.kv_pool import KvPool
 from vitrail.engine.batch import BatchBuilder
 from vitrail.engine.encode import ImageEncoder
 from vitrail.engine.graphs import DecodeGraphs
-from vitrail.engine.parcel import Door
+from vitrail.engine.parcel import Door, Fetching
 from vitrail.engine.request import TokenLogprob
 from vitrail.engine.sampler import NOTHING, Logprobs, Sampled, Sampler, row_logprobs
 from vitrail.engine.step import (
@@ -115,7 +115,7 @@ class Runner:
         asked = p.sampler.ask(slots, lambda: inputs.draws, inputs.output_index, sent)
         got = sent.send(graphs.inputs)
         if asked is NOTHING:
-            return Fetched.begin(Sampled(graphs.replay_greedy(len(slots)), None))
+            return Fetched.begin(Sampled(graphs.replay_greedy(len(slots)), None), p.door)
         p.sampler.settle(asked, got)
         hidden, slots_S = graphs.replay(len(slots))
         sampled = p.sampler.sample(p.model.logits(hidden), asked, got)
@@ -125,7 +125,7 @@ class Runner:
         """The tokens where the next step finds them, and on their way to the host."""
         tokens = sampled.token_ids
         self._p.builder.last_tokens.index_copy_(0, slots_S, tokens.clamp(min=0))
-        return Fetched.begin(sampled)
+        return Fetched.begin(sampled, self._p.door)
 
     def _place_images(self, hidden: Tensor, slices: tuple[ImageSlice, ...]) -> Tensor:
         """Image embeddings over their placeholders. A failed image's rows become NaN: the scheduler
@@ -192,30 +192,24 @@ def _prompt_logprobs(logits_TV: Tensor, next_ids: list[int], top: int) -> list[T
 
 
 class Fetched:
-    """A step's tokens on their way to the host, behind `done`."""
+    """A step's tokens on their way to the host, and what was asked of their logprobs."""
 
-    def __init__(self, sampled: Sampled, done: torch.cuda.Event | None):
-        self._sampled = sampled
-        self._done = done
+    def __init__(self, tokens: Fetching, logprobs: Logprobs | None):
+        self._tokens = tokens
+        self._logprobs = logprobs
 
     @classmethod
-    def begin(cls, sampled: Sampled) -> "Fetched":
+    def begin(cls, sampled: Sampled, door: Door) -> "Fetched":
         """Start the copies, before anything that overwrites what is copied."""
-        if sampled.token_ids.device.type == "cpu":
-            return cls(Sampled(sampled.token_ids.clone(), sampled.logprobs), None)
         found = sampled.logprobs
-        if found is not None:
+        if found is not None and found.own.device.type != "cpu":
             copies = (_to_host(t) for t in (found.own, found.top_ids, found.top_logprobs))
             found = Logprobs(found.rows, found.tops, *copies)
-        kept, done = Sampled(_to_host(sampled.token_ids), found), torch.cuda.Event()
-        done.record()
-        return cls(kept, done)
+        return cls(door.fetch(sampled.token_ids), found)
 
     def read(self) -> tuple[np.ndarray, dict[int, TokenLogprob]]:
         """Wait for them and for nothing after them. int64 [S]; logprobs by index."""
-        if self._done is not None:
-            self._done.synchronize()
-        tokens, found = self._sampled.token_ids.numpy(), self._sampled.logprobs
+        tokens, found = self._tokens.read(), self._logprobs
         if found is None:
             return tokens, {}
         ids = tokens.tolist()

@@ -377,20 +377,21 @@ class Scheduler:
     def _absorb_decodes(self, rows: Decodes, first: int, result: StepResult) -> list[Output]:
         """The tokens of `rows`, in the result from `first` on."""
         tokens, logprobs = result.token_ids[first:], result.logprobs
+        ids = tokens.tolist()
         names = self._decoding.names(rows)  # of those as well that end now
         outputs = [
             Output(request_id=name, token_ids=[token])
-            for name, token in zip(names, tokens.tolist(), strict=True)
+            for name, token in zip(names, ids, strict=True)
         ]
         others = [i - first for i in logprobs if i >= first]
         gone: list[int] = []
-        for i in self._decoding.absorb(rows, tokens, others):
+        for i in self._decoding.absorb(rows, tokens, ids, others):
             seq = self._live.get(int(rows.seqs[i]))
             if seq is None:
                 gone.append(i)
             else:
                 computed, logprob = int(rows.starts[i]) + 1, logprobs.get(first + i)
-                outputs[i] = self._advance(seq, computed, int(tokens[i]), logprob)
+                outputs[i] = self._advance(seq, computed, ids[i], logprob)
         for i in reversed(gone):
             del outputs[i]
         return outputs
