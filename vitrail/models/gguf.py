@@ -109,10 +109,10 @@ def _heads(keys: Keys) -> Json:
         "num_key_value_heads": keys.take("attention.head_count_kv", int, heads),
     }
     width = keys.take_optional("attention.key_length", int)
-    keys.expect("attention.value_length", width, None)
+    keys.agree("attention.value_length", width, "attention.key_length")
     rotated = keys.take_optional("rope.dimension_count", int)
     if width is not None:
-        keys.expect("rope.dimension_count", width, None)
+        keys.agree("rope.dimension_count", width, "attention.key_length")
     stated = width if width is not None else rotated
     keys.expect("attention.sliding_window", 0, None)
     keys.expect("attention.causal", True)
