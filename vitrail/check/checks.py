@@ -17,7 +17,7 @@ from vitrail.check.sizes import graph_findings, graph_sizes, image_limits, text_
 from vitrail.check.steps import shortened, step_launches
 from vitrail.check.subject import Subject
 from vitrail.check.weights import map_of, plan_load
-from vitrail.config.finding import Finding, Refused
+from vitrail.config.finding import Finding, Refused, errors
 from vitrail.config.model import ITEM_BYTES, TextConfig
 from vitrail.models.bookkeeping import GENERATION, TRAINING, TRANSFORMERS
 from vitrail.models.checkpoint import Checkpoint
@@ -34,16 +34,19 @@ SERVED_SIZE = 1
 
 
 def config_row(checkpoint: Checkpoint, findings: Iterable[Finding]) -> Row:
-    """`findings`: of the strict reading; what is ignored on purpose is said."""
+    """`findings`: of the strict reading, by more than one reader; each is said once, as is what is
+    ignored on purpose."""
     known = {*TRANSFORMERS, *TRAINING, *GENERATION}
     ignored = sorted(k for k in {*checkpoint.config, *checkpoint.generation} if k in known)
-    details = [f"{checkpoint.architecture}: every key is read, asserted or ignored on purpose"]
+    found, details = tuple(dict.fromkeys(findings)), [checkpoint.architecture]
+    if not errors(found):
+        details = [f"{details[0]}: every key is read, asserted or ignored on purpose"]
     if ignored:
         details.append(f"ignored: {', '.join(ignored)}")
     return Row(
         name="config",
         details=tuple(details),
-        findings=tuple(findings),
+        findings=found,
         facts={"architecture": checkpoint.architecture, "ignored": ignored},
     )
 
