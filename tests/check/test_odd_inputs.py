@@ -95,13 +95,13 @@ ODD: dict[str, Odd] = {
     "two dtypes": Odd(
         "config",
         "config.json: torch_dtype",
-        ("'float16'", "as dtype says"),
+        ("'float16'", "decoder's dtype says"),
         config(dtype="bfloat16", torch_dtype="float16", text_config__torch_dtype=None),
     ),
     "another dtype within": Odd(
         "config",
         "config.json: torch_dtype",
-        ("'float16'", "'bfloat16'", "decoder's own"),
+        ("'float16'", "'bfloat16'", "decoder's dtype"),
         config(torch_dtype="float16", text_config__torch_dtype="bfloat16"),
     ),
     "no architecture": Odd(

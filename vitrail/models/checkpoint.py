@@ -40,12 +40,8 @@ def open_checkpoint(model: str, revision: str | None = None, *, weights: bool = 
     Raises `Refused` if there is none."""
     folder = Path(model).expanduser()
     if revision is not None and folder.exists():
-        raise Refused.because(
-            where="revision",
-            saw=f"{revision!r}, of the local {model!r}",
-            rule="a revision is of a hub repository",
-            change="leave it out, or give the hub id",
-        )
+        saw, rule = f"{revision!r}, of the local {model!r}", "a revision is of a hub repository"
+        raise Refused.because("revision", saw, rule, "leave it out, or give the hub id")
     if folder.suffix == SUFFIX and folder.is_file():
         return _open_gguf(folder)
     if not model or not folder.is_dir():
@@ -182,13 +178,8 @@ def _fetch(model: str, revision: str | None, weights: bool) -> Path:
         saw = f"no such folder, and no answer from the hub: {_line(error)}"
     except (ValueError, OSError) as error:
         saw = f"no such folder, and as a hub id: {_line(error)}"
-    raise Refused.because(
-        where="model",
-        saw=f"{model!r}: {saw}",
-        rule="a folder with a config.json, a .gguf file, or a hub id that can be fetched",
-        change=change,
-        code=code,
-    )
+    rule = "a folder with a config.json, a .gguf file, or a hub id that can be fetched"
+    raise Refused.because("model", f"{model!r}: {saw}", rule, change, code)
 
 
 def _line(error: Exception) -> str:

@@ -145,7 +145,8 @@ def _llama3_scaling(config: Json, factors: Sequence[float]) -> Json | Finding:
     assert isinstance(hidden, int)
     width = config.get("head_dim")
     dim = width if isinstance(width, int) else hidden // max(1, heads)
-    usual = len(factors) == dim // 2 and theta > 1 and factor >= 1 and "rope_scaling" not in config
+    usual = len(factors) == dim // 2 and theta > 1 and 1 <= factor < math.inf
+    usual = usual and "rope_scaling" not in config
     same = usual and all(
         math.isclose(_llama3_factor(theta ** (-2 * i / dim), factor), stated, rel_tol=1e-4)
         for i, stated in enumerate(factors)

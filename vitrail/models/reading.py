@@ -41,18 +41,18 @@ def model_config(
     in it, the text's first, where there are several."""
     facts = _token_facts(keys)
     within = _token_facts(inner[0]) if inner else facts
-    if within.dtype is not None:
-        for name in ("dtype", "torch_dtype"):
-            keys.agree(name, within.dtype, "the decoder's own configuration")
+    dtype = within.dtype or facts.dtype
+    for name in ("dtype", "torch_dtype") if dtype is not None else ():
+        keys.agree(name, dtype, "the decoder's dtype")
     for each in (*inner, keys):
         each.finish()
     eos = {*facts.eos, *within.eos, *_read_generation(generation, keys.findings)}
-    dtype = _checked_dtype(facts.dtype or within.dtype, keys.findings)
+    checked = _checked_dtype(dtype, keys.findings)
     if keys.findings:
         return keys.findings
     return ModelConfig(
         architecture=architecture,
-        dtype=dtype,
+        dtype=checked,
         text=text,
         vision=vision,
         image_token_id=image_token_id,
@@ -66,8 +66,6 @@ def model_config(
 def _token_facts(keys: Keys) -> TokenFacts:
     """Older writers spell the dtype `torch_dtype`."""
     new, old = keys.take_optional("dtype", str), keys.take_optional("torch_dtype", str)
-    if new is not None:
-        keys.agree("torch_dtype", new, "dtype")
     return TokenFacts(
         bos=keys.take_optional("bos_token_id", int),
         eos=keys.take_ints("eos_token_id"),
