@@ -286,21 +286,3 @@ def test_check_says_it_in_a_table_or_in_json(folder: Path, capsys: pytest.Captur
     assert by_name["layout tp=1"]["status"] == "ok"
     assert by_name["layout tp=7"]["findings"][0]["code"] == "illegal_sharding"
     assert main(["check", "--gpu", "cpu", "--tp", "2"]) == 1
-
-
-@pytest.mark.parametrize(
-    ("args", "word"),
-    [
-        (["--gpu", "h2000"], "h2000"),
-        (["--tp", "0"], "at least 1 rank"),
-        (["--image-size", "12"], "WIDTHxHEIGHT"),
-        (["--release", "flash-attn==2"], "flash-attn-4 or"),
-    ],
-)
-def test_flags_of_check_that_mean_nothing_are_refused(
-    args: list[str], word: str, capsys: pytest.CaptureFixture[str]
-):
-    assert main(["check", *args]) == 1
-    said = capsys.readouterr().err
-    assert word in said
-    assert "Rule: " in said

@@ -4,9 +4,11 @@ imported by the command that needs them, so that `--help` and bad flags answer a
 
 import argparse
 import logging
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import MISSING, Field, fields
+from difflib import get_close_matches
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, get_args, get_origin
@@ -27,7 +29,9 @@ DEMO_QUESTION = "What does the sign say?"
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit codes: 0 done, 1 refused or failed, 2 bad flags (of `check`: also what it cannot tell),
     130 interrupted."""
-    args = parser().parse_args(argv)
+    args, unknown = parser().parse_known_args(argv)
+    if unknown:
+        args.command.error(_unrecognized(unknown, args.command.format_help()))
     try:
         env = read_env()
         logging.basicConfig(level=env.log.upper(), format="%(levelname)s %(name)s: %(message)s")
@@ -73,7 +77,18 @@ def parser() -> argparse.ArgumentParser:
     add_bench(bench, EngineChoices(add=add_engine_flags, read=engine_config))
     add_nightly(commands.add_parser("nightly", help="run the night's tests, and say what failed"))
     add_repro(commands.add_parser("repro", help="a failed step again, from what it left behind"))
+    for command in commands.choices.values():
+        command.set_defaults(command=command)
     return top
+
+
+def _unrecognized(words: Sequence[str], help_text: str) -> str:
+    """The words, and of each flag among them the nearest that there is."""
+    known = re.findall(r"--[a-z][a-z-]*", help_text)
+    named = [w.partition("=")[0] for w in words if w.startswith("--")]
+    nearest = [m for name in named for m in get_close_matches(name, dict.fromkeys(known), n=1)]
+    hint = f"; the nearest is {', '.join(nearest)}" if nearest else ""
+    return f"unrecognized arguments: {' '.join(words)}{hint}"
 
 
 def add_engine_flags(command: argparse.ArgumentParser, without: Sequence[str] = ()) -> None:

@@ -1,6 +1,7 @@
 """New, still failing, fixed, known, expired; the digest escapes; the first bad commit is found."""
 
 import html.parser
+import re
 import subprocess
 from datetime import date
 from pathlib import Path
@@ -8,13 +9,16 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from tests.nightly.tree import job, setting, write_tree
+from vitrail.cli import main
 from vitrail.config.finding import Refused
 from vitrail.nightly.bisect import (
     GOOD,
     SEEN,
     UNTOLD,
+    brought_with,
     first_bad,
     first_bad_in_list,
     first_bad_of,
@@ -25,7 +29,7 @@ from vitrail.nightly.known import FILE, Issue, read_known
 from vitrail.nightly.records import Attempt, Case, JobRecord, Night, load, merge, save
 from vitrail.nightly.risk import area, users_of
 from vitrail.nightly.run import run_job
-from vitrail.nightly.triage import Triage, triage
+from vitrail.nightly.triage import Triage, together, triage
 
 TODAY = date(2026, 12, 1)
 ROOT = Path(__file__).parents[2]
@@ -75,6 +79,47 @@ def test_equal_causes_are_one_group_and_their_tests_are_named():
     assert not made.green
     assert made.new[0].frame == "vitrail/ops/rope/naive.py:rotate"
     assert "modules" in made.new[0].risk
+
+
+def test_what_one_commit_brought_is_under_it_and_else_what_ends_in_one_function():
+    """A wrong rope breaks tests by their numbers alone: no frame says that they have one cause."""
+    tonight = night(
+        *(case(f"test_{name}", "AssertionError", said=name, line=0) for name in "abc"),
+        case("test_d", "KeyError"),
+        case("test_e", "OSError"),
+        case("test_f", "TypeError"),
+    )
+    groups = list(held(tonight).new)
+    assert len(groups) == 6
+    assert [len(some) for _, some in together(groups)] == [6], "all end in rotate"
+    apart = [
+        *(replace(g, frame=f"tests/ops/test_rope.py:{g.key}") for g in groups[:3]),
+        groups[3],
+        replace(groups[4], frame="vitrail/ops/norm/naive.py:norm"),
+        groups[5],
+    ]
+    found = together(apart)
+    assert [(what, len(some)) for what, some in found] == [
+        ("", 1),
+        ("", 1),
+        ("", 1),
+        ("2 in vitrail/ops/rope/naive.py:rotate", 2),
+        ("", 1),
+    ]
+    said = ["0123abc rope", "0123abc rope", "not found: x", "0123abc rope", "", "4567def norm"]
+    told = [replace(g, first_bad=s) for g, s in zip(apart, said, strict=True)]
+    found = together(told)
+    assert [(what, [told.index(g) for g in some]) for what, some in found] == [
+        ("3 by commit 0123abc rope", [0, 1, 3]),
+        ("", [2]),
+        ("", [4]),
+        ("", [5]),
+    ]
+    text = markdown(page(replace(held(tonight), new=tuple(told))))
+    assert "6 new" in text, "each is counted, and has its own script"
+    under = text.split("### 3 by commit 0123abc rope")[1].split("\n### ")[0]
+    assert [g.key in under for g in told] == [True, True, False, True, False, False]
+    assert under.count("\n#### ") == 3
 
 
 def test_new_still_fixed_and_not_run_again():
@@ -301,5 +346,44 @@ def test_git_and_a_list_find_the_commit_that_broke_it(
     search = search_of(group, ())
     assert first_bad(search, root, commits[0], commits[-1]).endswith("change 5")
     assert first_bad_in_list(search, root, commits[3:]).endswith("change 5")
+    others = [f"{commits[i]} change {i}" for i in (0, 8, 4, 5, 6)]
+    assert brought_with(search, root, others).endswith("change 5")
+    assert brought_with(search, root, others[:3]) == ""
     trees = subprocess.check_output([*git, "worktree", "list"], text=True)
     assert len(trees.splitlines()) == 1
+
+
+MARK = "pytestmark = [pytest.mark.nightly, pytest.mark.suite('faults', minutes=0.1, owner='me')]"
+SPREAD = f"""import pytest
+from vitrail.a import n
+{MARK}
+def test_sum(): assert n + 1 == 2
+def test_twice(): assert 2 * n == 2, 'twice'
+def test_other():
+    from vitrail.b import m
+    assert m == 1, 'other'
+"""
+
+
+@pytest.mark.nightly
+@pytest.mark.suite("faults", minutes=1, owner="nightly")
+def test_a_night_of_many_failures_and_two_commits_says_which_brought_which(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
+    files = {"vitrail/__init__.py": "", "tests/test_a.py": SPREAD}
+    root = write_tree(tmp_path / "r", files)
+    git = ["git", "-C", str(root), "-c", "user.name=n", "-c", "user.email=n@n"]
+    subprocess.run(["git", "init", "-q", str(root)], check=True)
+    for i in range(7):
+        (root / "vitrail/a.py").write_text(f"n = {1 if i < 2 else 1.5}\n# {i}\n")
+        (root / "vitrail/b.py").write_text(f"m = {1 if i < 5 else 2}\n")
+        subprocess.run([*git, "add", "-A"], check=True)
+        subprocess.run([*git, "commit", "-qm", f"change {i}"], check=True)
+    where = (f"--root={root}", f"--out={tmp_path / 'night'}", "--no-repro")
+    assert main(["nightly", *where, "--bisect=HEAD~6..HEAD", "--", "-p", "no:cacheprovider"]) == 1
+    text = (tmp_path / "night" / "digest.md").read_text()
+    assert "3 new" in text
+    (joined,) = re.findall(r"^### 2 by commit .*$", text, re.M)
+    assert joined.endswith("change 2")
+    assert len(re.findall(r"^- first bad commit: `[0-9a-f]+ change 5`$", text, re.M)) == 1

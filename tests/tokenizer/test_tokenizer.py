@@ -156,8 +156,8 @@ POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        (lambda ranks: POINTER, "line 1"),
-        (lambda ranks: b"", "no token for 256"),
+        (lambda ranks: POINTER, "pointer of Git LFS"),
+        (lambda ranks: b"", "0 bytes"),
         (lambda ranks: ranks[: len(ranks) - 5], "line 423"),
         (lambda ranks: ranks.replace(b" 7\n", b" 8\n"), "dense"),
         (lambda ranks: ranks + b"!!! 423\n", "line 424"),

@@ -7,12 +7,17 @@ from pathlib import Path
 import gguf
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
 from tests.weights.gguf_files import LLAMA, write
-from vitrail.config.finding import Finding, Refused
+from vitrail.config.finding import Finding, Refused, accept
+from vitrail.weights import load
 from vitrail.weights.gguf import TYPES, GgufFile, GgufTensors, read
+from vitrail.weights.mapping import Copy, WeightMap
+from vitrail.weights.plan import resolve
 
 RNG = np.random.default_rng(8)
 BLOCKS = ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"]
@@ -289,12 +294,17 @@ def test_e16_a_corrupt_gguf_is_one_sentence(
 def test_e16_values_that_are_not_finite_are_refused_by_name(tmp_path: Path) -> None:
     values = np.ones((2, 32), np.float32)
     values[1, 3] = np.nan
-    file = opened(write(tmp_path / "nan.gguf", {}, {"w": values}))
-    with GgufTensors(file) as arrays, pytest.raises(Refused) as caught:
-        arrays.get("w")
+    file = opened(write(tmp_path / "nan.gguf", {}, {"w": values, "v": values[:1]}))
+    module = nn.Module()
+    for name, rows in (("w", 2), ("v", 1)):
+        parameter = nn.Parameter(torch.empty(rows, 32, device="meta"))
+        module.register_parameter(name, parameter)
+    weight_map = WeightMap(rows=(Copy("w", "w"), Copy("v", "v")))
+    planned = accept(resolve(weight_map, file.headers, load.parameters_of(module)))
+    with pytest.raises(Refused) as caught:
+        load.load(planned, module, file, torch.device("cpu"))
     (finding,) = caught.value.findings
-    assert (finding.code, finding.where) == ("weights_not_finite", "nan.gguf: w")
-    assert finding.saw.startswith("1 of 64")
+    assert (finding.code, finding.where) == ("weights_not_finite", "w")
 
 
 def test_without_the_package_only_blocks_are_refused(

@@ -382,3 +382,42 @@ def test_a_checkpoint_is_not_written_over_another(tmp_path: Path) -> None:
 def test_plans_need_no_torch() -> None:
     code = "import sys, vitrail.weights.plan; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_values_that_are_not_finite_are_refused_by_the_tensors_that_hold_them(
+    tmp_path: Path, dtype: torch.dtype, bad: float
+) -> None:
+    """Of fused ones the part, of stacked ones the expert; equal names together. A router's bias
+    that is NaN would have its expert chosen by every token, and logits stay finite."""
+    stored = published(dtype=dtype)
+    there = "lm.model.layers"
+    for name in (
+        f"{there}.0.router.bias",
+        f"{there}.1.router.bias",
+        f"{there}.1.attn.k_proj.weight",
+    ):
+        stored[name].view(-1)[-1] = bad
+    stored[f"{there}.0.experts.2.up.weight"][3, 1] = bad
+    save_single(stored, tmp_path)
+    module = toy(dtype)
+    with pytest.raises(Refused) as refused:
+        load.load(plan_ok(tmp_path, module), module, tmp_path, CPU)
+    assert {f.where for f in refused.value.findings} == {
+        f"{there}.{{0..1}}.router.bias",
+        f"{there}.1.attn.k_proj.weight",
+        f"{there}.0.experts.2.up.weight",
+    }
+    assert {f.code for f in refused.value.findings} == {"weights_not_finite"}
+
+
+def test_a_value_that_another_dtype_cannot_hold_is_refused_with_that_dtype(tmp_path: Path) -> None:
+    stored = published(dtype=torch.bfloat16)
+    stored["vision.patch.bias"][0] = 1e38
+    save_single(stored, tmp_path)
+    module = toy(torch.bfloat16)
+    load.load(plan_ok(tmp_path, module), module, tmp_path, CPU)
+    module = toy(torch.float16)
+    with pytest.raises(Refused, match="vision.patch.bias: NaN or infinite values as float16"):
+        load.load(plan_ok(tmp_path, module), module, tmp_path, CPU)

@@ -21,12 +21,17 @@ def run(
     as_json: bool,
     compiles: bool,
 ) -> int:
-    """Prints the report; its exit code. Raises `Refused` for flags that mean nothing, before
-    anything heavy is imported."""
-    device = None if gpu is None else find(gpu)
-    ranks = tuple(_size(size) for size in dict.fromkeys(sizes))
-    pictures = tuple(_image(text) for text in images)
-    installed = installed_releases() | dict(_release(text) for text in releases)
+    """Prints the report; its exit code. That of flags which mean nothing is 2, as of any bad flag,
+    before anything heavy is imported: nothing was told of the checkpoint."""
+    try:
+        device = None if gpu is None else find(gpu)
+        ranks = tuple(_size(size) for size in dict.fromkeys(sizes))
+        pictures = tuple(_image(text) for text in images)
+        installed = installed_releases() | dict(_release(text) for text in releases)
+    except Refused as refused:
+        for finding in refused.findings:
+            print(f"vitrail check: {finding}", file=sys.stderr)
+        return 2
 
     from rich.console import Console
 
@@ -55,6 +60,13 @@ def _here(choices: EngineConfig) -> Hardware:
     import torch
 
     if choices.device == "cpu" or not torch.cuda.is_available():
+        if choices.device == "cuda":
+            raise Refused.because(
+                where="device",
+                saw="--device cuda, and no CUDA device here",
+                rule="without --gpu the checkpoint is checked for this machine",
+                change="name the GPU that is meant: --gpu h200",
+            )
         return CPU
     from vitrail.ops.record import gpu_of
 

@@ -20,7 +20,7 @@ def add_check(
         "--gpu", help="h200, b300, ... or cpu; default what this machine has (see --device)"
     )
     command.add_argument(
-        "--tp", type=int, nargs="+", default=[1], help="sizes of the tensor-parallel axis"
+        "--tp", type=int, nargs="+", action="extend", help="sizes of the tensor-parallel axis"
     )
     command.add_argument(
         "--image-size",
@@ -47,7 +47,7 @@ def add_check(
         return run(
             read(args),
             gpu=args.gpu,
-            sizes=args.tp,
+            sizes=args.tp or [1],
             images=args.image_size,
             releases=args.release,
             as_json=args.json,

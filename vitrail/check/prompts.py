@@ -155,6 +155,8 @@ def template_row(config: ModelConfig, read: Read) -> Row:
                 read.tokenizer, messages, image_token=literal, options=options
             )
         except Refused as refused:
+            if refused.findings[0].code == "no_chat_template":
+                return Row(name="template", findings=refused.findings)
             needed = name in ("text", "two images")
             findings += [
                 _named(f, f"{f.where}: {name}", "error" if needed else "warning")

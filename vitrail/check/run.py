@@ -47,12 +47,14 @@ def _rows(question: Question, hub: Hub | None) -> list[Row]:
         checkpoint = open_checkpoint(choices.model, choices.revision, weights=False)
         entry = load_entry(checkpoint.architecture)
     except Refused as refused:
-        rows.append(Row(name="config", findings=refused.findings))
+        unknown = cannot_tell(refused.findings)
+        found = () if unknown is not None else refused.findings
+        rows.append(Row(name="config", findings=found, unknown=unknown))
         return [*rows, *_not_looked_at(*LATER, why="no configuration was read")]
     config = entry.read_config(checkpoint.config, checkpoint.generation)
-    found: list[Finding] = config if isinstance(config, list) else []
+    refusals: list[Finding] = config if isinstance(config, list) else []
     read, bad = _assets(checkpoint)
-    rows.append(checks.config_row(checkpoint, [*found, *bad["processor"]]))
+    rows.append(checks.config_row(checkpoint, [*refusals, *bad["processor"]]))
     if isinstance(config, list):
         return [*rows, *_not_looked_at(*LATER, why="the configuration is refused")]
     try:

@@ -13,6 +13,10 @@ Json = dict[str, object]
 _MISSING = object()
 MAX_FILE_BYTES = 128 << 20  # of what is read whole; the largest tokenizers have some 35 MB
 MAX_INT = 2**63 - 1  # what a tensor's size, an id or an offset can be
+POINTER = b"version https://git-lfs.github.com/spec/"  # a clone's file before `git lfs pull`
+PULL = "run `git lfs pull` in the folder, or download the file itself"
+RESTORE = "restore it from the published config.json"
+REPAIR = "check that the model folder is complete"
 
 
 def there(path: Path) -> bool:
@@ -26,8 +30,10 @@ def read_file(path: Path) -> bytes:
     rule = f"a readable file of at most {MAX_FILE_BYTES} bytes"
     try:
         if not path.is_file():
+            if there(path):
+                raise _refused(path, "not a regular file", rule)
             nothing = f"no such file in {path.parent}"
-            raise _refused(path, "not a regular file" if there(path) else nothing, rule)
+            raise _refused(path, nothing, "a complete checkpoint has this file")
         with path.open("rb") as file:
             data = file.read(MAX_FILE_BYTES + 1)
     except OSError as error:
@@ -37,8 +43,18 @@ def read_file(path: Path) -> bytes:
     return data
 
 
-def _refused(path: Path, saw: str, rule: str) -> Refused:
-    change = "check that the model folder is complete"
+def read_asset(path: Path) -> bytes:
+    """`read_file` of what must say something. Raises `Refused` also for an empty file, and for a
+    pointer that stands for it."""
+    data = read_file(path)
+    if not data:
+        raise _refused(path, "0 bytes", "the file says something", "download the file again")
+    if data.startswith(POINTER):
+        raise _refused(path, "a pointer of Git LFS", "the file itself", PULL)
+    return data
+
+
+def _refused(path: Path, saw: str, rule: str, change: str = REPAIR) -> Refused:
     return Refused.because(
         where=path.name, saw=saw, rule=rule, change=change, code="bad_checkpoint"
     )
@@ -46,7 +62,7 @@ def _refused(path: Path, saw: str, rule: str) -> Refused:
 
 def load_json(path: Path) -> Json:
     """The JSON object in `path`. Raises `Refused` for a missing file, bad JSON or another type."""
-    rule, data = "a checkpoint's configuration is one JSON object", read_file(path)
+    rule, data = "a checkpoint's configuration is one JSON object", read_asset(path)
     try:
         value = json.loads(data.decode())
     except (ValueError, RecursionError) as error:  # also a number or a nesting without end
@@ -59,58 +75,63 @@ def load_json(path: Path) -> Json:
 class Keys:
     """A JSON object being consumed. Owns which keys were read; collects findings instead of
     raising, so that one reading reports everything. Call `finish` last: unread keys become
-    findings."""
+    findings. `unread`: keys that stand-ins were given for, of children too; of an object that is
+    missing itself (`absent`) its keys are not missed one by one."""
 
-    def __init__(self, data: Json, where: str):
+    def __init__(self, data: Json, where: str, absent: bool = False):
         self._data = data
         self._where = where
+        self._absent = absent
         self._seen: set[str] = set()
+        self.unread: list[str] = []
         self.findings: list[Finding] = []
 
-    def _find(self, key: str, saw: str, rule: str, change: str, code: str = "bad_config") -> None:
+    def _find(
+        self, key: str, saw: str, rule: str, change: str = RESTORE, code: str = "bad_config"
+    ) -> None:
+        if self._absent:
+            return
         self.findings.append(
             Finding(where=f"{self._where}: {key}", saw=saw, rule=rule, change=change, code=code)
         )
+
+    def judge(self, findings: Iterable[Finding]) -> None:
+        """Findings about values, kept where all were read: a stand-in breaks rules that the file
+        does not."""
+        if not self.unread:
+            self.findings.extend(findings)
 
     def has(self, key: str) -> bool:
         """Whether `key` is there with a value other than null."""
         return self._data.get(key) is not None
 
     def take(self, key: str, kind: type[T], default: T | None = None) -> T:
-        """`key` as `kind` (an int is accepted for a float; a bool is never an int; ints
-        are of 64 bits). A missing or
-        null key gives `default`; without one, a finding and the type's zero."""
+        """`key` as `kind` (an int is accepted for a float; a bool is never an int; ints are of 64
+        bits). A missing or null key gives `default`; without one, a finding and the type's zero."""
         self._seen.add(key)
         value = self._data.get(key, _MISSING)
         if value is _MISSING or value is None:
             if default is None:
-                self._find(
-                    key,
-                    "missing" if value is _MISSING else "null",
-                    f"the key must be a {kind.__name__}",
-                    "restore it from the published config.json",
-                )
-                return kind()
+                return self._stand_in(key, "missing" if value is _MISSING else "null", kind)
             return default
         if not self._fits(key, value):
+            self.unread.append(key)
             return kind()
         if kind is float and isinstance(value, int) and not isinstance(value, bool):
             return kind(value)
         if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-            self._find(
-                key,
-                f"{value!r:.80}, a {type(value).__name__}",
-                f"the key must be a {kind.__name__}",
-                "restore it from the published config.json",
-            )
-            return kind()
+            return self._stand_in(key, f"{value!r:.80} of type {type(value).__name__}", kind)
         return value
+
+    def _stand_in(self, key: str, saw: str, kind: type[T]) -> T:
+        self._find(key, saw, f"a value of type {kind.__name__}")
+        self.unread.append(key)
+        return kind()
 
     def _fits(self, key: str, value: object) -> bool:
         """Whether an integer is of 64 bits; a finding if not."""
         if isinstance(value, int) and abs(value) > MAX_INT:
-            rule = f"an integer is at most {MAX_INT} either way"
-            self._find(key, f"{value!r:.80}", rule, "restore it from the published config.json")
+            self._find(key, f"{value!r:.80}", f"an integer is at most {MAX_INT} either way")
             return False
         return True
 
@@ -144,23 +165,20 @@ class Keys:
         return cast(list[object], value) if isinstance(value, list) else [value]
 
     def _no_list(self, key: str, rule: str) -> tuple[()]:
-        self._find(key, f"{self._data[key]!r:.80}", rule, "restore the published value")
+        self._find(key, f"{self._data[key]!r:.80}", rule)
         return ()
 
     def child(self, key: str) -> "Keys":
         """The object under `key`; its findings are collected by `finish` of the child."""
         self._seen.add(key)
         value = self._data.get(key)
-        if not isinstance(value, dict):
-            self._find(
-                key,
-                "missing" if value is None else f"a {type(value).__name__}",
-                "the key must be an object",
-                "restore it from the published config.json",
-            )
-            value = {}
-        child = Keys(cast(Json, value), f"{self._where}: {key}")
-        child.findings = self.findings
+        there = isinstance(value, dict)
+        child = Keys(cast(Json, value) if there else {}, f"{self._where}: {key}", not there)
+        child.findings, child.unread = self.findings, self.unread
+        if not there:
+            saw = "missing" if value is None else f"{value!r:.80} of type {type(value).__name__}"
+            self._find(key, saw, "an object")
+            self.unread.append(key)
         return child
 
     def expect(self, key: str, *allowed: object) -> None:
@@ -176,10 +194,17 @@ class Keys:
                 "unsupported_config",
             )
 
+    def agree(self, key: str, value: object, other: str) -> None:
+        """Assert that `key`, where it is not null, says what the key `other` was read to say."""
+        self._seen.add(key)
+        if self.has(key) and self._data[key] != value and not self.unread:
+            saw, rule = f"{self._data[key]!r:.80}", f"{value!r:.80}, as {other} says"
+            self._find(key, saw, rule, code="unsupported_config")
+
     def require(self, key: str, value: object) -> None:
         """Assert that `key` is there with this `value`: its default would be another."""
         if key not in self._data:
-            self._find(key, "missing", f"the key must be {value!r}", "restore the published value")
+            self._find(key, "missing", f"the key must be {value!r}")
         self.expect(key, value)
 
     def ignore(self, keys: Iterable[str]) -> None:

@@ -39,15 +39,20 @@ def open_checkpoint(model: str, revision: str | None = None, *, weights: bool = 
     one and no config.json), or a hub id, whose weights are fetched too unless `weights` is False.
     Raises `Refused` if there is none."""
     folder = Path(model).expanduser()
+    if revision is not None and folder.exists():
+        saw, rule = f"{revision!r}, of the local {model!r}", "a revision is of a hub repository"
+        raise Refused.because("revision", saw, rule, "leave it out, or give the hub id")
     if folder.suffix == SUFFIX and folder.is_file():
         return _open_gguf(folder)
-    if not folder.is_dir():
+    if not model or not folder.is_dir():
         folder = _fetch(model, revision, weights)
     held = sorted(folder.glob(f"*{SUFFIX}"))
     if held and not (folder / "config.json").is_file():
         return _open_gguf(_only(held))
     if (folder / ADAPTER).is_file() and not (folder / "config.json").is_file():
         raise Refused(_adapter(folder))
+    if not there(folder / "config.json"):
+        raise Refused(_no_config(folder))
     config = load_json(folder / "config.json")
     generation_file = folder / "generation_config.json"
     generation = load_json(generation_file) if there(generation_file) else {}
@@ -56,7 +61,7 @@ def open_checkpoint(model: str, revision: str | None = None, *, weights: bool = 
     if len(names) != 1 or not isinstance(names[0], str):
         raise Refused.because(
             where="config.json: architectures",
-            saw=repr(config.get("architectures")),
+            saw=repr(found) if found is not None else "missing",
             rule="a list of one architecture name",
             change="restore it from the published config.json",
             code="bad_config",
@@ -77,6 +82,18 @@ def _adapter(folder: Path) -> Finding:
         rule="adapters are not served: nothing would apply it, and the base model would answer",
         change="merge it into its base model and serve that",
         code="lora_adapter",
+    )
+
+
+def _no_config(folder: Path) -> Finding:
+    inner = sorted(path.parent for path in folder.glob("*/config.json"))[:8]
+    named = f"; there is one in {', '.join(p.name for p in inner)}" if inner else ""
+    return Finding(
+        where="config.json",
+        saw=f"no such file in {folder}{named}",
+        rule="a checkpoint's folder has its config.json, or one .gguf file",
+        change=f"give {inner[0]}" if inner else "check the path, and that its files are all there",
+        code="bad_checkpoint",
     )
 
 
@@ -147,15 +164,23 @@ def _revision(folder: Path, architecture: str) -> bytes:
 
 def _fetch(model: str, revision: str | None, weights: bool) -> Path:
     from huggingface_hub import snapshot_download  # pyright: ignore[reportUnknownVariableType]
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
     wanted = [name for name in FETCHED if weights or name != WEIGHTS]
+    path, code, change = Path(model), "model_not_found", "check the path, the id and the login"
+    saw = "a file, not its folder" if path.is_file() else "no such folder, and no hub id"
     try:
         return Path(snapshot_download(model, revision=revision, allow_patterns=wanted))
-    except (ValueError, OSError) as error:  # a malformed id; a hub or network that says no
-        raise Refused.because(
-            where="model",
-            saw=f"{model!r}: no such folder, and as a hub id: {error}",
-            rule="a local folder with a config.json, or a hub id that can be fetched",
-            change="give the path of a checkpoint, or check the id and the network",
-            code="model_not_found",
-        ) from error
+    except HFValidationError:
+        change = f"give its folder, {path.parent}" if path.is_file() else change
+    except LocalEntryNotFoundError as error:  # no answer, and none of an earlier day
+        code, change = "hub_unreachable", "check the path, or the id and the network"
+        saw = f"no such folder, and no answer from the hub: {_line(error)}"
+    except (ValueError, OSError) as error:
+        saw = f"no such folder, and as a hub id: {_line(error)}"
+    rule = "a folder with a config.json, a .gguf file, or a hub id that can be fetched"
+    raise Refused.because("model", f"{model!r}: {saw}", rule, change, code)
+
+
+def _line(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"

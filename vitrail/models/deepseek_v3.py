@@ -69,8 +69,8 @@ def read_text_config(keys: Keys, tie_default: bool = False) -> TextConfig:
     theta = _read_theta(keys)
     num_heads = keys.take("num_attention_heads", int)
     rope_dim, nope = keys.take("qk_rope_head_dim", int), keys.take("qk_nope_head_dim", int)
-    keys.expect("num_key_value_heads", num_heads)
-    keys.expect("qk_head_dim", nope + rope_dim)
+    keys.agree("num_key_value_heads", num_heads, "num_attention_heads")
+    keys.agree("qk_head_dim", nope + rope_dim, "the sum of qk_nope_ and qk_rope_head_dim")
     keys.ignore(("head_dim", *TRANSFORMERS, *TRAINING))
     text = TextConfig(
         vocab_size=keys.take("vocab_size", int),
@@ -101,7 +101,7 @@ def read_text_config(keys: Keys, tie_default: bool = False) -> TextConfig:
             first_moe_layer=keys.take("first_k_dense_replace", int),
         ),
     )
-    keys.findings.extend(_size_findings(text))
+    keys.judge(_size_findings(text))
     return text
 
 
@@ -131,7 +131,7 @@ def _read_theta(keys: Keys) -> float:
     inner.expect("rope_type", "default")
     inner.expect("type", "default")
     inner.finish()
-    keys.expect("rope_theta", theta, None)
+    keys.agree("rope_theta", theta, "rope_parameters")
     return theta
 
 

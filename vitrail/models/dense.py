@@ -69,7 +69,7 @@ def read_dense(
         moe=None,
         gqa=gqa,
     )
-    keys.findings.extend(_size_findings(text, stated))
+    keys.judge(_size_findings(text, stated))
     return text
 
 
@@ -125,7 +125,7 @@ def _read_rope(keys: Keys, dim: int, theta_default: float | None) -> RopeConfig:
     for name, values in (("rope_theta", thetas), ("rope_scaling", scalings)):
         if len(values) > 1:
             rule = "stated once, or alike in rope_theta, rope_scaling and rope_parameters"
-            keys.findings += broken([(name, sorted(map(repr, values)), rule, False)])
+            keys.judge(broken([(name, sorted(map(repr, values)), rule, False)]))
     if not thetas and theta_default is None:
         keys.take("rope_theta", float)
     theta = next(iter(thetas), theta_default or 0.0)
@@ -137,7 +137,7 @@ def _read_scaling(keys: Keys) -> tuple[float | None, RopeScaling | None]:
     """(theta if stated, scaling) of one object; other ways of scaling are refused by name."""
     theta = keys.take_optional("rope_theta", float)
     kind = keys.take("rope_type", str, keys.take_optional("type", str) or "default")
-    keys.expect("type", kind, None)
+    keys.agree("type", kind, "rope_type")
     keys.expect("partial_rotary_factor", 1.0, None)
     scaling: RopeScaling | None = None
     rules: list[tuple[str, object, str, bool]] = []
@@ -171,7 +171,7 @@ def _read_scaling(keys: Keys) -> tuple[float | None, RopeScaling | None]:
         rules.append(("original_max_position_embeddings", length, rule, held))
     if kind in ("default", "linear", "llama3", "yarn"):
         keys.finish()
-    keys.findings += broken((f"rope scaling: {rule[0]}", *rule[1:]) for rule in rules)
+    keys.judge(broken((f"rope scaling: {rule[0]}", *rule[1:]) for rule in rules))
     return theta, scaling
 
 

@@ -109,10 +109,10 @@ def _heads(keys: Keys) -> Json:
         "num_key_value_heads": keys.take("attention.head_count_kv", int, heads),
     }
     width = keys.take_optional("attention.key_length", int)
-    keys.expect("attention.value_length", width, None)
+    keys.agree("attention.value_length", width, "attention.key_length")
     rotated = keys.take_optional("rope.dimension_count", int)
     if width is not None:
-        keys.expect("rope.dimension_count", width, None)
+        keys.agree("rope.dimension_count", width, "attention.key_length")
     stated = width if width is not None else rotated
     keys.expect("attention.sliding_window", 0, None)
     keys.expect("attention.causal", True)
@@ -145,7 +145,8 @@ def _llama3_scaling(config: Json, factors: Sequence[float]) -> Json | Finding:
     assert isinstance(hidden, int)
     width = config.get("head_dim")
     dim = width if isinstance(width, int) else hidden // max(1, heads)
-    usual = len(factors) == dim // 2 and theta > 1 and factor >= 1 and "rope_scaling" not in config
+    usual = len(factors) == dim // 2 and theta > 1 and 1 <= factor < math.inf
+    usual = usual and "rope_scaling" not in config
     same = usual and all(
         math.isclose(_llama3_factor(theta ** (-2 * i / dim), factor), stated, rel_tol=1e-4)
         for i, stated in enumerate(factors)

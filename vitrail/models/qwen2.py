@@ -51,20 +51,19 @@ def _read_windows(keys: Keys, num_layers: int) -> tuple[int | None, ...]:
         keys.ignore(("sliding_window", "max_window_layers"))
         rule = f"{num_layers} times {FULL}, since use_sliding_window is false"
         held = not types or types == (FULL,) * num_layers
-        keys.findings += broken([("layer_types", _counted(types), rule, held)])
+        keys.judge(broken([("layer_types", _counted(types), rule, held)]))
         return no_windows(num_layers)
     width = keys.take("sliding_window", int)
     first = keys.take("max_window_layers", int)
     if not types:
         types = tuple(SLIDING if i >= first else FULL for i in range(num_layers))
     named = len(types) == num_layers and set(types) <= {FULL, SLIDING}
-    keys.findings += broken(
-        [
-            ("sliding_window", width, "at least 1, the token itself", width >= 1),
-            ("max_window_layers", first, "at least 0", first >= 0),
-            ("layer_types", _counted(types), f"{num_layers} of {FULL} and {SLIDING}", named),
-        ]
-    )
+    rules = [
+        ("sliding_window", width, "at least 1, the token itself", width >= 1),
+        ("max_window_layers", first, "at least 0", first >= 0),
+        ("layer_types", _counted(types), f"{num_layers} of {FULL} and {SLIDING}", named),
+    ]
+    keys.judge(broken(rules))
     return tuple(width - 1 if kind == SLIDING else None for kind in types)
 
 

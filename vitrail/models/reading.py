@@ -41,15 +41,18 @@ def model_config(
     in it, the text's first, where there are several."""
     facts = _token_facts(keys)
     within = _token_facts(inner[0]) if inner else facts
+    dtype = within.dtype or facts.dtype
+    for name in ("dtype", "torch_dtype") if dtype is not None else ():
+        keys.agree(name, dtype, "the decoder's dtype")
     for each in (*inner, keys):
         each.finish()
     eos = {*facts.eos, *within.eos, *_read_generation(generation, keys.findings)}
-    dtype = _checked_dtype(facts.dtype or within.dtype, keys.findings)
+    checked = _checked_dtype(dtype, keys.findings)
     if keys.findings:
         return keys.findings
     return ModelConfig(
         architecture=architecture,
-        dtype=dtype,
+        dtype=checked,
         text=text,
         vision=vision,
         image_token_id=image_token_id,

@@ -6,7 +6,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -83,6 +83,23 @@ def first_bad(search: Search, root: Path, good: str, bad: str) -> str:
         return _named(root, found[1])
 
 
+def brought_with(search: Search, root: Path, others: Iterable[str]) -> str:
+    """Of commits that brought other failures, as `first_bad` says them, the one at which this cause
+    is there and before which it is not; "" where none is. Two runs instead of a search."""
+    for said in others:
+        commit = said.split(" ")[0]
+        parent = _git(root, "rev-parse", "-q", "--verify", f"{commit}~1").stdout.strip()
+        asked = ((commit, SEEN), (parent, GOOD)) if parent else ()
+        if asked and all(_answer(search, root, at) == answer for at, answer in asked):
+            return said
+    return ""
+
+
+def _answer(search: Search, root: Path, commit: str) -> int:
+    with worktree(root, commit) as tree:
+        return probe(search, tree)
+
+
 def first_bad_of(commits: Sequence[str], ask: Callable[[str], int]) -> str | None:
     """The first of `commits` (oldest first, the last has the cause) of which `ask` says SEEN, if
     once there it stays; None where commits that cannot be told lie before it, or the last has it
@@ -107,11 +124,7 @@ def first_bad_of(commits: Sequence[str], ask: Callable[[str], int]) -> str | Non
 def first_bad_in_list(search: Search, root: Path, commits: Sequence[str]) -> str:
     """`first_bad_of` with a probe in a worktree of each commit asked for."""
 
-    def ask(commit: str) -> int:
-        with worktree(root, commit) as tree:
-            return probe(search, tree)
-
-    found = first_bad_of(commits, ask)
+    found = first_bad_of(commits, lambda commit: _answer(search, root, commit))
     return "not found: no first one in the list" if found is None else _named(root, found)
 
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from vitrail.nightly.records import BAD, JobRecord
 from vitrail.nightly.run import measures
-from vitrail.nightly.triage import Group, Triage
+from vitrail.nightly.triage import Group, Triage, together
 
 MAX_TRACE_LINES = 40
 MAX_TESTS = 12
@@ -58,8 +58,10 @@ def page(t: Triage) -> list[Block]:
     for title, groups in (("New", t.new), ("Still failing", t.still), ("Known", t.known)):
         if groups:
             blocks.append(Heading(2, title))
-        for group in groups:
-            blocks += _group(group)
+        for what, some in together(groups):
+            blocks += [Heading(3, what)] if what else []
+            for group in some:
+                blocks += _group(group, level=4 if what else 3)
     if t.fixed:
         blocks += [Heading(2, "Fixed"), Points(tuple(("", name) for name in t.fixed))]
     if t.unseen:
@@ -83,7 +85,7 @@ def _suites(records: Sequence[JobRecord]) -> Table:
     return Table(("suite", "jobs", "tests", "failed jobs", "not run", "minutes"), tuple(rows))
 
 
-def _group(group: Group) -> list[Block]:
+def _group(group: Group, level: int) -> list[Block]:
     first = group.sightings[0]
     tests = sorted({s.test for s in group.sightings})
     shown = ", ".join(tests[:MAX_TESTS]) + (
@@ -113,7 +115,7 @@ def _group(group: Group) -> list[Block]:
         points += [("fix", issue.fix)] if issue.fix else []
     tail = "\n".join(first.cause.trace.strip().splitlines()[-MAX_TRACE_LINES:])
     title = f"{group.key} {group.cause_kind}: {group.title}"
-    return [Heading(3, title), Points(tuple(points)), Log(tail)]
+    return [Heading(level, title), Points(tuple(points)), Log(tail)]
 
 
 def _quoted(test: str) -> str:

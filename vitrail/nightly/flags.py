@@ -178,17 +178,16 @@ def _searches(args: argparse.Namespace, baseline: Night | None) -> "Callable[[Gr
 def _bisected(
     made: "Triage", args: argparse.Namespace, root: Path, baseline: Night | None
 ) -> "Triage":
-    from vitrail.nightly.bisect import first_bad, first_bad_in_list
+    from vitrail.nightly.bisect import brought_with, first_bad, first_bad_in_list
 
-    search_for = _searches(args, baseline)
-
-    def found(group: "Group") -> str:
+    search_for, groups = _searches(args, baseline), list["Group"]()
+    for group in made.new:
         search = search_for(group)
-        if args.commits:
-            return first_bad_in_list(search, root, args.commits.read_text().split())
-        return first_bad(search, root, *_range(args.bisect))
-
-    groups = [msgspec.structs.replace(group, first_bad=found(group)) for group in made.new]
+        found = brought_with(search, root, dict.fromkeys(g.first_bad for g in groups if g.commit))
+        if not found and args.commits:
+            found = first_bad_in_list(search, root, args.commits.read_text().split())
+        found = found or first_bad(search, root, *_range(args.bisect))
+        groups.append(msgspec.structs.replace(group, first_bad=found))
     return msgspec.structs.replace(made, new=tuple(groups))
 
 

@@ -1,6 +1,7 @@
 """From records to causes: failures grouped by signature, held against those of the night before and
 against what is known. Pure but for the sources that `risk` reads."""
 
+import re
 from collections.abc import Iterator, Sequence
 from datetime import date
 from pathlib import Path
@@ -43,6 +44,12 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
     def name(self) -> str:
         where = f" @ {self.frame}" if self.frame else ""
         return f"{self.cause_kind} {self.title}{where}"
+
+    @property
+    def commit(self) -> str:
+        """The commit that brought it, "" where none was found."""
+        found = re.match(r"[0-9a-f]{7,40}(?= )", self.first_bad)
+        return found[0] if found else ""
 
     @property
     def cause_kind(self) -> Kind:
@@ -106,6 +113,18 @@ def grouped(night: Night) -> list[Group]:
         for key, some in found.items()
     ]
     return sorted(groups, key=lambda g: (-len(g.sightings), g.kind, g.title))
+
+
+def together(groups: Sequence[Group]) -> list[tuple[str, list[Group]]]:
+    """Groups that have one thing to mend, under what it is: the commit that brought them; where
+    none was found, the function of the package in which all of them end (a test's own joins
+    nothing). Under "" each that stands alone. In the order of each one's first."""
+    found: dict[str, list[Group]] = {}
+    for group in groups:
+        ends = f"in {group.frame}" if group.frame.startswith("vitrail/") else group.key
+        brought = f"by commit {group.first_bad}" if group.commit else ends
+        found.setdefault(brought, []).append(group)
+    return [(f"{len(g)} {what}" if g[1:] else "", g) for what, g in found.items()]
 
 
 def sightings(night: Night) -> Iterator[Sighting]:

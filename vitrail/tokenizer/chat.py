@@ -16,7 +16,7 @@ from typing import cast
 from jinja2 import Template
 
 from vitrail.config.finding import Finding, Refused
-from vitrail.config.reader import Json, load_json, read_file, there
+from vitrail.config.reader import Json, load_json, read_asset, there
 from vitrail.tokenizer.messages import (
     ContentForms,
     Message,
@@ -344,7 +344,7 @@ def _named_tokens(config: Json) -> dict[str, str]:
 
 def _read_text(path: Path) -> str:
     try:
-        return read_file(path).decode()
+        return read_asset(path).decode()
     except UnicodeDecodeError as error:
         raise _bad_template(path.name, f"not UTF-8 ({error})", "a template is text") from error
 

@@ -20,7 +20,7 @@ import tiktoken
 import tokenizers
 
 from vitrail.config.finding import Refused
-from vitrail.config.reader import Json, load_json, read_file, there
+from vitrail.config.reader import Json, load_json, read_asset, read_file, there
 from vitrail.tokenizer.specials import Specials
 
 BYTES = frozenset(bytes([b]) for b in range(256))
@@ -210,7 +210,7 @@ def _read_ranks(path: Path) -> dict[bytes, int]:
     """The lines "base64 rank" of a tiktoken file: ranks 0 .. n-1, all 256 single bytes among
     them."""
     ranks: dict[bytes, int] = {}
-    for number, line in enumerate(read_file(path).splitlines(), start=1):
+    for number, line in enumerate(read_asset(path).splitlines(), start=1):
         if not line:
             continue
         try:
@@ -221,7 +221,7 @@ def _read_ranks(path: Path) -> dict[bytes, int]:
                 f"{path.name}: line {number}",
                 f"{line[:40]!r} ({error})",
                 "a line is a base64 token, a blank and its rank",
-                "fetch the file again; it may be a pointer to the real one",
+                "fetch the file again",
             ) from error
     if sorted(ranks.values()) != list(range(len(ranks))):
         raise _bad(

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import cast
 
 from vitrail.config.finding import Finding
+from vitrail.config.reader import POINTER, PULL
 from vitrail.weights.mapping import numel
 from vitrail.weights.sharding import Shape
 
@@ -191,8 +192,10 @@ def _header_text(path: Path) -> tuple[bytes | Finding, int]:
         (length,) = struct.unpack("<Q", prefix)
         limit = min(MAX_HEADER_BYTES, size - 8)
         if length > limit:
-            saw = f"a header of {length} bytes in a file of {size}"
-            return _bad(where, saw, f"at most {limit} bytes", _REPAIR), 0
+            if prefix + file.read(len(POINTER) - 8) == POINTER:
+                return _bad(where, "a pointer of Git LFS", "the file itself", PULL), 0
+            saw = f"a header of {length} bytes in a file of {size}, cut short or another format"
+            return _bad(where, saw, f"a header has at most {limit} bytes there", _REPAIR), 0
         return file.read(length), size
 
 
@@ -329,9 +332,11 @@ def _no_weights(present: Iterable[str]) -> Finding:
     if pickles:
         return _pickle(", ".join(pickles))
     others = [name for name in present if name.endswith(".safetensors")]
-    saw = f"neither of them, but {', '.join(others)}" if others else "no weights"
     rule = f"a checkpoint has {INDEX_FILE} or {SINGLE_FILE}"
-    return _bad("model folder", saw, rule, "check that the folder is complete")
+    if not others:
+        return _bad("model folder", "no weights", rule, "check that the folder is complete")
+    shown = ", ".join(others[:4]) + (f" and {len(others) - 4} more" if others[4:] else "")
+    return _bad("model folder", f"neither, but {shown}", rule, f"download {INDEX_FILE}")
 
 
 def _passed_over(files: Iterable[str], present: Iterable[str]) -> list[Finding]:

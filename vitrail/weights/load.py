@@ -19,6 +19,7 @@ from vitrail.weights.gguf import GgufFile, GgufTensors
 from vitrail.weights.headers import TensorHeader, read_file
 from vitrail.weights.mapping import Box, Init, Names, WeightMap, extents, numel, whole
 from vitrail.weights.plan import LoadPlan, ParameterSpec, Read
+from vitrail.weights.problems import Problems
 
 Progress = Callable[[int, int, str], None]  # bytes done, bytes in all, tensor
 
@@ -40,7 +41,8 @@ def load(
 ) -> None:
     """Replace every meta parameter of `module` by one on `device` filled from `source`, a folder
     of safetensors files or a GGUF file. Parameters keep the dtype the module gave them. Raises
-    `Refused` where a tied tensor is stored with other values, or a file has changed since the plan.
+    `Refused` where a tied tensor is stored with other values, a value is not finite, or a file has
+    changed since the plan.
     What needs no conversion is read by threads (`direct`); else a read is one slice of a
     safetensors file, and one of a GGUF's tensor that was dequantised whole."""
     found = parameters_of(module)
@@ -59,6 +61,8 @@ def load(
         done += read.num_bytes
         if progress is not None:
             progress(done, total, read.tensor)
+    if found_bad := _not_finite(plan, tensors):
+        raise Refused(found_bad)
     for read, value in _values(plan.checks, source):
         _check_tied(read, value, tensors[read.parameter])
         done += read.num_bytes
@@ -234,6 +238,24 @@ def _box(tensor: Shaped[Tensor, "..."], box: Box) -> Shaped[Tensor, "..."]:
 
 def _slices(box: Box) -> tuple[slice, ...]:
     return tuple(slice(start, stop) for start, stop in box)
+
+
+def _not_finite(plan: LoadPlan, tensors: Mapping[str, Tensor]) -> list[Finding]:
+    """Tensors of the files with a NaN or an infinity, by one pass over what was loaded. Some would
+    never show in logits: a router's bias that is NaN has its expert chosen for every token."""
+    ties = dict(plan.ties)
+    names = [name for name, tensor in tensors.items() if name not in ties and tensor.numel()]
+    # both ends are NaN where anything is; a device is asked once for all
+    ends_P2 = torch.stack([torch.stack(tensors[name].aminmax()).float() for name in names])
+    finite = cast(list[bool], ends_P2.isfinite().all(1).tolist())  # pyright: ignore[reportUnknownMemberType]
+    bad = {name for name, is_finite in zip(names, finite, strict=True) if not is_finite}
+    problems, reads = Problems(), [read for read in plan.reads if read.parameter in bad]
+    boxes = ((read.tensor, _box(tensors[read.parameter], read.target)) for read in reads)
+    for name, kind in {n: box.dtype for n, box in boxes if not box.isfinite().all()}.items():
+        saw, rule = f"NaN or infinite values as {dtype_name(kind)}", "weights are finite"
+        change = "download its file again, or ask whoever made it; see --dtype"
+        problems.add("weights_not_finite", name, saw=saw, rule=rule, change=change)
+    return problems.findings()
 
 
 def _check_tied(read: Read, value: Shaped[Tensor, "..."], tied: Shaped[Tensor, "..."]) -> None:

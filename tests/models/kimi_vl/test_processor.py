@@ -248,7 +248,7 @@ def test_a21_limits_are_read_from_the_checkpoint(tmp_path: Path) -> None:
         ("image_std", None, "missing"),
         ("in_token_limit", None, "missing"),
         ("in_token_limit", 0, "in_token_limit 0"),
-        ("in_token_limit", "4096", "a str"),
+        ("in_token_limit", "4096", "of type str"),
         ("patch_size", 16, "patch_size 16"),
         ("merge_kernel_size", [2, 3], r"[2, 3]"),
         ("merge_kernel_size", None, "merge_kernel_size []"),

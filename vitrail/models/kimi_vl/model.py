@@ -67,10 +67,10 @@ def read_config(
     text = read_text_config(text_keys, tie_default=tied or False)
     vision = _read_vision(vision_keys)
     image_token_id = keys.take("media_placeholder_token_id", int)
-    keys.expect("vocab_size", text.vocab_size)
-    keys.expect("tie_word_embeddings", text.tie_embeddings, None)
+    keys.agree("vocab_size", text.vocab_size, "text_config: vocab_size")
+    keys.agree("tie_word_embeddings", text.tie_embeddings, "text_config")
     keys.ignore((*TRANSFORMERS, *TRAINING))
-    keys.findings.extend(_vision_findings(vision, image_token_id, text.vocab_size))
+    keys.judge(_vision_findings(vision, image_token_id, text.vocab_size))
     return model_config(
         "KimiVLForConditionalGeneration",
         keys,

@@ -124,8 +124,8 @@ def read_config(
     text = qwen2.read_text_config(text_keys, tie_default=tied or False)
     vision = _read_vision(vision_keys, generation_kind)
     if tied is not None:
-        keys.expect("tie_word_embeddings", text.tie_embeddings)
-    keys.findings.extend(_findings(vision, image_token_id, frames))
+        keys.agree("tie_word_embeddings", text.tie_embeddings, "text_config")
+    keys.judge(_findings(vision, image_token_id, frames))
     return model_config(
         architecture,
         keys,
@@ -151,16 +151,9 @@ def _read_sub_folders(keys: Keys) -> str:
     keys.expect("mm_vision_select_layer", -2)
     keys.expect("mm_vision_select_feature", "cls_patch")
     keys.ignore((*_AUTHORS, "mm_projector", "vision_tower"))
-    keys.findings += broken(
-        [
-            (
-                "mm_projector_cfg: mm_projector_type",
-                kind or "another projector",
-                "mlp_downsample (8B) or mlp_downsample_3x3_fix (Lite)",
-                bool(kind),
-            )
-        ]
-    )
+    where, saw = "mm_projector_cfg: mm_projector_type", kind or "another projector"
+    rule = "mlp_downsample (8B) or mlp_downsample_3x3_fix (Lite)"
+    keys.judge(broken([(where, saw, rule, bool(kind))]))
     return kind
 
 
