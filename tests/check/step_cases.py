@@ -167,7 +167,7 @@ def engine_strays(asked: Asked, count: int) -> list[str]:
     from vitrail.ops.record import recording
 
     draw, cc = random.Random(0), asked.gpu.cc
-    runner.Fetched.begin = staticmethod(lambda sampled: Read(len(sampled.token_ids), draw))
+    runner.Fetched.begin = staticmethod(lambda sampled, door: Read(len(sampled.token_ids), draw))
     listed = {(s.name, s.facts) for s in specialised(asked.launches(), cc)}
     with torch.inference_mode(), recording(asked.gpu) as made:
         scheduler, runs = engine_of(asked, 64)
