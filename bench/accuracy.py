@@ -256,6 +256,7 @@ def true_answers(asked: list[list[dict[str, Any]]], kept: Path | None) -> list[l
     greedy = SamplingParams(temperature=0, max_tokens=24)
     found = [g.outputs[0].token_ids for g in exact.generate(asked, greedy)]
     if kept is not None:
+        kept.parent.mkdir(parents=True, exist_ok=True)
         kept.write_text(json.dumps(found))
     return found
 

@@ -2,6 +2,7 @@
 e4m3 against fp32, memory as planned."""
 
 import json
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from tests.models.test_dense_parity import CASES, FOLDER
 from tests.nvila import KINDS, GoldenNvila
 from tests.smollm2 import smollm2_path
 from vitrail import LLM, Refused, SamplingParams
+from vitrail.engine.parcel import Door
 from vitrail.engine.runner import Launched
 
 pytestmark = [
@@ -164,6 +166,25 @@ def test_batches_of_every_kind_launch_without_waiting_and_give_the_same_tokens(
         assert got.outputs[0].error is None
         if i % 4 in (0, 3):
             assert got.outputs[0].token_ids == want.outputs[0].token_ids, i
+
+
+@pytest.mark.parametrize("ahead", [1, 2, 4])
+def test_a_late_device_s_steps_keep_their_own_numbers(ahead: int):
+    """What `tests/engine/test_parcel.py` holds of a device that is as late as can be, of this one:
+    every step waits on the device for a millisecond before it is copied, and after."""
+    random, device = np.random.default_rng(ahead), torch.device("cuda")
+    door, fixed = Door(device), torch.zeros(1 << 12, dtype=torch.uint8, device=device)
+    tokens, flights = torch.zeros(300, dtype=torch.int64, device=device), deque[Any]()
+    for step in range(60):
+        sent, ids = door.parcel(), random.integers(0, 1 << 40, random.integers(1, 300))
+        torch.cuda._sleep(1 << 21)
+        ticket = sent.add(ids)
+        tokens[: len(ids)].copy_(sent.send(fixed)(ticket))
+        torch.cuda._sleep(1 << 21)
+        flights.append((door.fetch(tokens[: len(ids)]), ids))
+        while len(flights) > ahead or (step == 59 and flights):
+            fetched, want = flights.popleft()
+            assert np.array_equal(fetched.read(), want), step
 
 
 @pytest.mark.usefixtures("as_served")
