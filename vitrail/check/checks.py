@@ -119,10 +119,14 @@ class Share:
     def bytes(self) -> int:
         return parameter_bytes(self.parameters)
 
-    @property
-    def replicated(self) -> list[str]:
-        """Parameters that every rank holds all of although the axis has several."""
-        return [n for n, p in self.parameters.items() if p == self.subject.parameters[n]]
+    def copies(self) -> tuple[int, list[str]]:
+        """Bytes that all ranks together hold beyond one of each, and of which parameters, the
+        largest first; a part of one may be cut (heads beside a latent)."""
+        once = {name: self.subject.parameters[name] for name in self.parameters}
+        several = ((n, self.size * numel(p.shape)) for n, p in self.parameters.items())
+        names = [name for name, count in several if count > numel(once[name].shape)]
+        names.sort(key=lambda name: -numel(self.parameters[name].shape))
+        return self.size * self.bytes - parameter_bytes(once), names
 
     def specs(self) -> list[LayerSpec]:
         """What a rank's layers keep a token: its heads, or the one latent row of all heads."""
@@ -164,12 +168,11 @@ def layout_row(subject: Subject, share: Share) -> Row:
             findings=(_not_dividing(text, size, legal), *share.findings),
             facts={"size": size, "divides": False, "legal_sizes": legal},
         )
-    shared = share.replicated if size > 1 else []
+    copied, shared = share.copies()
     details = [f"{gib(share.bytes)} of weights a rank"]
     if size > 1:
         details.append(_cut_alike(text, size))
-        held = parameter_bytes({n: share.parameters[n] for n in shared})
-        details.append(f"{gib(held)} of it on every rank: {_grouped(shared)}")
+        details.append(f"{gib(copied)} over all ranks are copies: of {_grouped(shared)}")
     if size > text.num_kv_heads and text.mla is None:
         copies = size // text.num_kv_heads
         details.append(f"{text.num_kv_heads} key heads over {size} ranks: {copies} hold each")
@@ -191,7 +194,7 @@ def layout_row(subject: Subject, share: Share) -> Row:
             "size": size,
             "divides": True,
             "weight_bytes": share.bytes,
-            "replicated_bytes": parameter_bytes({n: share.parameters[n] for n in shared}),
+            "copied_bytes": copied,
             "tower": share.tower,
         },
     )
