@@ -28,9 +28,16 @@ def nightly(root: Path, out: Path, *flags: str) -> tuple[int, str, Night]:
     return done.returncode, (out / "digest.md").read_text(), load(out / "results.json")
 
 
-def finds(folder: Path, name: str, jobs: list[str], said: list[str], *, before: bool = False):
-    """Red, and new against the night before where there is one, which is green. Returns the
-    scripts that the digest names, and the checkout."""
+def finds(
+    folder: Path,
+    name: str,
+    jobs: list[str],
+    said: list[str],
+    *more: str,
+    before: bool = False,
+):
+    """Red, and new against the night before where there is one, which is green. `more` are flags.
+    Returns the scripts that the digest names, and the checkout."""
     root, only = plant(name, folder / "root"), [f"--only={job}" for job in jobs]
     against: list[str] = []
     if before:
@@ -39,7 +46,7 @@ def finds(folder: Path, name: str, jobs: list[str], said: list[str], *, before: 
         assert code == 0, text
         git(root, "checkout", "-q", "-")
         against = [f"--against={folder / 'before' / 'results.json'}"]
-    code, text, _ = nightly(root, folder / "night", *only, *against)
+    code, text, _ = nightly(root, folder / "night", *only, *against, *more)
     print(text)
     assert code == 1
     assert "## New" in text
@@ -81,11 +88,14 @@ def test_a_tile_of_zero_rows(tmp_path: Path):
         assert fresh.run(python, path, "--fixed").returncode == 0
 
 
-@pytest.mark.suite("faults", minutes=6, owner="nightly")
+@pytest.mark.suite("faults", minutes=9, owner="nightly")
 def test_a_wrong_rope(tmp_path: Path):
+    """Many tests, each by numbers of its own: the commit says that they are one."""
     jobs = ["tests/ops/test_rope.py", "tests/models/test_kimi_vl_parity.py"]
-    said = ["numerics: AssertionError", "tests/ops/test_rope.py:test_"]
-    scripts, root = finds(tmp_path, "rope", jobs, said)
+    said = ["numerics: AssertionError", "tests/ops/test_rope.py:test_", "planted: rope\n"]
+    scripts, root = finds(tmp_path, "rope", jobs, said, "--bisect=HEAD~1..HEAD")
+    text = (tmp_path / "night" / "digest.md").read_text()
+    assert re.findall(r"^### (.*) by commit", text, re.M) == [str(len(scripts))]
     fails_alone_until_the_commit_before(scripts, root, tmp_path)
 
 
