@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from conftest import ask
 
+from tests.models.cases import CASES
 from tests.models.test_gguf_models import made
 from vitrail.check.report import Report
 from vitrail.config.hardware import CPU, find
@@ -74,3 +75,15 @@ def test_random_weights_need_no_file(whole: Path) -> None:
     report = ask(whole, weights="random")
     quiet(report)
     assert report.row("weights").details == ("random weights: no file is read",)
+
+
+def test_every_checkpoint_of_the_suite_is_asked() -> None:
+    whole = {path.parent for path in (TESTS.parent / "vitrail").rglob("*.safetensors")}
+    whole |= {path.parent for path in GOLDEN.rglob("*.safetensors")}
+    assert {path for path in whole if (path / "config.json").exists()} <= set(FOLDERS)
+
+
+@pytest.mark.parametrize("name", [n for n in CASES if "vila" not in n])  # golden, above
+def test_no_false_alarm_on_every_model(name: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CASES[name].config))
+    quiet(ask(tmp_path, weights="random"))
