@@ -369,6 +369,27 @@ def tokens_of(shapes: list[Any]) -> Counter:
     return Counter((int(s.y // TOKEN), int(s.x // TOKEN)) for s in shapes)
 
 
+@pytest.mark.parametrize(("closer", "most"), [(1.0, 1), (0.5, 2), (0.1, 4)])
+def test_a_merged_tokens_label_counts_the_centres_in_it(
+    demo: Any, stage: Any, closer: float, most: int
+):
+    scene, at, seen = draw(demo, stage, 4), 0, 0
+    scene.shapes.centre_PS2.mul_(closer)
+    counts = demo.paint.centre_counts(scene, stage.layout)
+    for picture, (height, width) in enumerate(stage.layout.size_P2.tolist()):
+        rows, columns = height // TOKEN, width // TOKEN
+        expected = np.zeros((rows, columns, counts.shape[1]), int)
+        for s in shapes_of(demo, scene, picture):
+            colour, kind = demo.catalog.COLOURS.index(s.colour), demo.catalog.SHAPES.index(s.kind)
+            expected[int(s.y // TOKEN), int(s.x // TOKEN), colour * 3 + kind] += 1
+        own = counts[at : at + rows * columns].view(rows, columns, -1).numpy()
+        assert (own == expected.clip(max=demo.paint.MOST_CENTRES)).all(), picture
+        seen = max(seen, expected.max())
+        at += rows * columns
+    assert at == len(counts)
+    assert seen >= most
+
+
 def pillows_crowds(demo: Any, many: int) -> list[tuple[int, list[Any]]]:
     """The number asked for and the shapes of as many of the measuring pictures."""
     drawn, found, place = random.Random(1), [], demo.pictures.place_shapes
