@@ -21,6 +21,7 @@ COLOURS = (
     "red", "green", "blue", "yellow", "purple", "orange", "black", "white", "pink", "brown", "gray",
 )  # fmt: skip
 SHAPES = ("circle", "square", "triangle")
+MAX_SHAPES = 14  # in a picture: up to 9 of one colour and kind, and others
 SIDES = ("left of", "right of", "above", "below")
 SIDE_WORDS = ("left", "right", "above", "below")
 FAR_WORDS = ("furthest left", "furthest right", "highest", "lowest")
@@ -333,7 +334,7 @@ def build_answers() -> Table:
         "no": ["No"],
         "no_text": ["There is no text."],
         "no_price": ["There is no price."],
-        "number": [str(i) for i in range(13)],
+        "number": [str(i) for i in range(MAX_SHAPES + 1)],
         "colour": list(COLOURS),
         "shape": list(SHAPES),
         "both": [f"{c} {k}" for c in COLOURS for k in SHAPES],

@@ -224,6 +224,7 @@ class Decoder(nn.Module):
 
 class Hidden(NamedTuple):
     patches: Tensor
+    features: Tensor  # of the merged tokens, after the projector
     tokens: Tensor
     after: list[Tensor]  # of the tokens after each decoder layer
     loads: list[Tensor]  # of the experts of each layer
@@ -232,13 +233,14 @@ class Hidden(NamedTuple):
 class DemoNetwork(nn.Module):
     """Patches and token ids to hidden states; `lm_head` and `label_head` make the logits."""
 
-    def __init__(self, config: dict, labels: int, spots: int = 1):
+    def __init__(self, config: dict, labels: int, spots: int = 1, counts: int = 1):
         super().__init__()
         vision, text = config["vision_config"], config["text_config"]
         self.vision_tower = VisionTower(vision, labels)
         self.projector = Projector(vision["hidden_size"], text["hidden_size"])
         self.decoder = Decoder(text)
-        self.spot_head = nn.Linear(text["hidden_size"], 2 * spots)  # these two do not ship
+        self.count_head = nn.Linear(text["hidden_size"], counts)  # these three do not ship
+        self.spot_head = nn.Linear(text["hidden_size"], 2 * spots)
         self.side_head = nn.Linear(text["hidden_size"], 2 * 2)
         self.initialise()
 
@@ -258,7 +260,7 @@ class DemoNetwork(nn.Module):
         features = self.projector(patches, layout.merge_M4)
         x = self.decoder.embed_tokens(ids_T)
         x = x.index_copy(0, image_at_M, features.to(x.dtype))
-        return Hidden(patches, *self.decoder(x, tables[1], layout.language))
+        return Hidden(patches, features, *self.decoder(x, tables[1], layout.language))
 
 
 def shipped_parameters(network: DemoNetwork) -> int:

@@ -12,6 +12,7 @@ from stock import Tables
 from torch import Tensor
 
 REACH = 800  # pixels of a level that a line may span
+MOST_CENTRES = 3  # of one colour and kind in a merged token, that the auxiliary head tells apart
 LABELS = 1 + len(CHARS) + len(COLOURS) * len(SHAPES)  # nothing, a character, a coloured shape
 
 
@@ -192,3 +193,18 @@ def patch_labels(scene: Scene, tables: Tables, lookup: Tensor, layout: Layout) -
     here = ((off >= 0) & (off < PATCH)).all(-1) & shapes.shown_PS[picture]
     middle = (here * pair[picture]).amax(1)
     return torch.cat([torch.where(inside, char + 1, covered.amax(1)), middle[:, None]], 1)
+
+
+def centre_counts(scene: Scene, layout: Layout) -> Tensor:
+    """[M, pairs]: how many shapes of each colour and kind have their centre in a merged token, up
+    to MOST_CENTRES."""
+    shapes, pairs = scene.shapes, len(COLOURS) * len(SHAPES)
+    row, column = (shapes.centre_PS2.long() // (2 * PATCH)).unbind(-1)
+    columns = layout.size_P2[:, 1:] // (2 * PATCH)
+    first = (layout.image_tokens_P.cumsum(0) - layout.image_tokens_P)[:, None]
+    at = (first + row * columns + column) * pairs + shapes.colour_PS * len(SHAPES) + shapes.kind_PS
+    count = torch.zeros(len(layout.merge_M4) * pairs, dtype=torch.long, device=at.device)
+    # What is not shown may lie anywhere, and adds nothing.
+    at = torch.where(shapes.shown_PS, at, 0)
+    count.scatter_add_(0, at.flatten(), shapes.shown_PS.long().flatten())
+    return count.clamp(max=MOST_CENTRES).unflatten(0, (-1, pairs))

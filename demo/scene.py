@@ -9,13 +9,13 @@ import math
 from dataclasses import dataclass
 
 import torch
-from catalog import COLOURS, SHAPES
+from catalog import COLOURS, MAX_SHAPES, SHAPES
 from layout import Layout
 from lettering import MAX_TURN, Text, draw_text
 from stock import Knobs, Lot, Tables, colour_distance
 from torch import Tensor
 
-MAX_SHAPES = 12
+MIN_SIDE = 23  # pixels of a shape's cell; the pictures that measure have 23.4 or more
 MAX_CELLS = 256
 WAVES, BLOBS = 4, 4
 
@@ -91,30 +91,43 @@ def draw_clutter(size: Tensor, loud: Tensor, lot: Lot) -> Clutter:
     )  # fmt: skip
 
 
-def draw_cells(size: Tensor, box: Tensor, lot: Lot) -> tuple[Tensor, Tensor, Tensor]:
-    """Centres of MAX_SHAPES cells in random order, how many are free of text, the cells' side."""
-    P, least = len(size), size.amin(1)
-    side = 26 * (least / 26).clamp(min=1) ** (lot.unit(P) ** 1.4)
-    rows, columns = (size / side[:, None]).long().clamp(min=1, max=16).unbind(1)
-    cell = torch.arange(MAX_CELLS, device=size.device)
-    cy = (cell // columns[:, None] + 0.5) * (size[:, :1] / rows[:, None])
-    cx = (cell % columns[:, None] + 0.5) * (size[:, 1:] / columns[:, None])
+def draw_side(size: Tensor, wanted: Tensor, lot: Lot) -> Tensor:
+    """The side of the cells: most often small, and small enough for as many cells as are wanted."""
+    least, steps = size.amin(1), torch.arange(16, device=size.device)
+    side = MIN_SIDE * (least / MIN_SIDE).clamp(min=1) ** (lot.unit(len(size)) ** 1.4)
+    sides = (side[:, None] * 0.9**steps).clamp(min=MIN_SIDE)
+    enough = (size[:, None] / sides[..., None]).long().prod(-1) >= wanted[:, None]
+    enough = enough | (steps == len(steps) - 1)
+    return sides.gather(1, enough.long().argmax(1)[:, None])[:, 0]
+
+
+def draw_cells(size: Tensor, box: Tensor, side: Tensor, lot: Lot) -> tuple[Tensor, Tensor]:
+    """Centres of MAX_SHAPES cells in random order, and how many of them are free of text.
+
+    The cells fill the picture or lie close, anywhere in it: spread evenly alone, small ones would
+    lie one in each merged token, and the model would never see two in a token or one in four.
+    """
+    P = len(size)
+    counts = (size / side[:, None]).long().clamp(min=1, max=16)
+    loose = lot.unit(P, 1) * lot.chance(0.5, P, 1)
+    pitch = side[:, None] + (size / counts - side[:, None]) * loose
+    start = (size - pitch * counts) * lot.unit(P, 2) * lot.chance(0.7, P, 1)
+    cell, columns = torch.arange(MAX_CELLS, device=size.device), counts[:, 1:]
+    cy = start[:, :1] + (cell // columns + 0.5) * pitch[:, :1]
+    cx = start[:, 1:] + (cell % columns + 0.5) * pitch[:, 1:]
     half = side[:, None] * 0.5 + 3
     left, top, right, bottom = (b[:, None] for b in box.unbind(1))
     covered = (cx + half > left) & (cx - half < right) & (cy + half > top) & (cy - half < bottom)
-    free = (cell < (rows * columns)[:, None]) & ~covered
+    free = (cell < counts.prod(1)[:, None]) & ~covered
     order = torch.where(free, lot.unit(P, MAX_CELLS), 2.0).argsort(1)[:, :MAX_SHAPES]
     centre = torch.stack([cy.gather(1, order), cx.gather(1, order)], -1)
-    return centre, free.sum(1).clamp(max=MAX_SHAPES), side
+    return centre, free.sum(1).clamp(max=MAX_SHAPES)
 
 
-def draw_many(room: Tensor, order: Tensor, pick: Tensor, kind: Tensor, lot: Lot) -> tuple:
+def mix_many(count: Tensor, order: Tensor, pick: Tensor, kind: Tensor, lot: Lot) -> tuple:
     """`count` shapes of a target colour and kind, then others that often share one of the two."""
     P, S = pick.shape
-    place = torch.arange(S, device=pick.device)
-    count = lot.below(room.clamp(max=9) + 1, P)
-    others = torch.minimum(lot.below(7, P), room - count)
-    is_target = place < count[:, None]
+    is_target = torch.arange(S, device=pick.device) < count[:, None]
     target_colour, target_kind = order[:, :1], kind[:, :1]
     near_kind = lot.chance(0.4, P, S)
     colours = torch.where(lot.chance(0.3, P, S), target_colour, pick)
@@ -123,7 +136,7 @@ def draw_many(room: Tensor, order: Tensor, pick: Tensor, kind: Tensor, lot: Lot)
     kinds = torch.where(same, (target_kind + 1 + lot.below(2, P, S)) % 3, kinds)
     colours = torch.where(is_target, target_colour, colours)
     kinds = torch.where(is_target, target_kind, kinds)
-    return count + others, colours, kinds, torch.cat([target_colour, target_kind], 1)
+    return colours, kinds, torch.cat([target_colour, target_kind], 1)
 
 
 def draw_few(room: Tensor, order: Tensor, pick: Tensor, kind: Tensor, lot: Lot) -> tuple:
@@ -140,7 +153,10 @@ def draw_shapes(
     size: Tensor, ground: Tensor, has_shapes: Tensor, box: Tensor, tables: Tables, lot: Lot
 ) -> ShapeSet:
     P, S = len(size), MAX_SHAPES
-    centre, room, side = draw_cells(size, box, lot)
+    many = lot.chance(0.45, P)
+    targets, others = lot.below(10, P), lot.below(7, P)  # as many of each number as of another
+    side = draw_side(size, (targets + others) * many, lot)
+    centre, room = draw_cells(size, box, side, lot)
     room = room * has_shapes
     # Colours that stand out, in random order.
     near = colour_distance(tables.colours[:, 0], ground[:, None]) < 0.5
@@ -148,18 +164,19 @@ def draw_shapes(
     usable = (~near).sum(1).clamp(min=2)
     pick = order.gather(1, lot.below(usable[:, None], P, S))
     kind = lot.below(len(SHAPES), P, S)
-    many_count, many_colours, many_kinds, target = draw_many(room, order, pick, kind, lot)
+    targets = torch.minimum(targets, room)
+    many_colours, many_kinds, target = mix_many(targets, order, pick, kind, lot)
     few_count, few_colours, few_kinds = draw_few(room, order, pick, kind, lot)
 
-    many = lot.chance(0.45, P)[:, None]
-    count = torch.where(many[:, 0], many_count, few_count)
+    count = torch.where(many, torch.minimum(targets + others, room), few_count)
+    many = many[:, None]
     shown = torch.arange(S, device=size.device) < count[:, None]
     colour = torch.where(many, many_colours, few_colours)
     kinds = torch.where(many, many_kinds, few_kinds)
     rgb = tables.colours[colour, lot.below(tables.colours.shape[1], P, S)]
     rgb = (rgb + lot.between(-0.05, 0.05, P, S, 3)).clamp(0, 1)
-    radius = side[:, None] * lot.between(0.27, 0.42, P, S)
-    jitter = (side[:, None] * 0.45 - radius)[..., None] * lot.between(-1, 1, P, S, 2)
+    radius = side[:, None] * lot.between(0.27, 0.43, P, S)
+    jitter = (side[:, None] * 0.49 - radius)[..., None] * lot.between(-1, 1, P, S, 2)
     angle = lot.between(-MAX_TURN, MAX_TURN, P) * lot.chance(0.4, P)
     target = torch.where(many, target, torch.cat([colour[:, :1], kinds[:, :1]], 1))
     return ShapeSet(shown, kinds, colour, rgb, centre + jitter, radius, angle, target)

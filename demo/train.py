@@ -21,13 +21,21 @@ import torch
 import torch.nn.functional as F
 from atlas import load_atlas
 from catalog import build_answers, build_questions, build_receipts, build_strings
-from dialogue import IGNORE, SPOTS, Dialogue, Phrases, draw_turns, write_dialogue
+from dialogue import IGNORE, PAIRS, SPOTS, Dialogue, Phrases, draw_turns, write_dialogue
 from examine import Exam, build_exam, examine, load_samples
 from export import load_published
 from jpeg import build_blocks, compress
 from layout import LADDER, PATCH, build_layout, move
 from network import SIDE_LAYER, SPOT_LAYER, DemoNetwork, Experts, shipped_parameters
-from paint import LABELS, as_patches, character_lookup, paint, patch_labels
+from paint import (
+    LABELS,
+    MOST_CENTRES,
+    as_patches,
+    centre_counts,
+    character_lookup,
+    paint,
+    patch_labels,
+)
 from safetensors.torch import load_file, save_file
 from scene import draw_scene
 from stock import Knobs, Lot, Tables
@@ -52,6 +60,12 @@ def text_loss(network: DemoNetwork, hidden: Tensor, labels: Tensor, weight: Tens
 def label_loss(network: DemoNetwork, patches: Tensor, labels: Tensor, weight: Tensor) -> Tensor:
     logits = network.vision_tower.label_head(patches).float().unflatten(-1, (-1, LABELS))
     return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), weight=weight)
+
+
+def count_loss(network: DemoNetwork, features: Tensor, counts: Tensor, weight: Tensor) -> Tensor:
+    """How many centres of each colour and kind a merged token holds, read from its features."""
+    logits = network.count_head(features).float().unflatten(-1, (-1, MOST_CENTRES + 1))
+    return F.cross_entropy(logits.flatten(0, 1), counts.flatten(), weight=weight)
 
 
 def spot_loss(network: DemoNetwork, after: list[Tensor], spots: Tensor) -> Tensor:
@@ -84,7 +98,9 @@ class Trainer:
             build_strings(args.seed), build_receipts(), load_atlas(args.atlas), self.device
         )
         self.phrases = Phrases(build_questions(), build_answers(), self.device)
-        self.network = DemoNetwork(config, LABELS, SPOTS).to(self.device)
+        self.network = DemoNetwork(config, LABELS, SPOTS, PAIRS * (MOST_CENTRES + 1)).to(
+            self.device
+        )
         stored = [p for p in args.resume if Path(p).name == STATE]
         for path in args.resume:
             if path not in stored:
@@ -96,14 +112,17 @@ class Trainer:
         self.lr = torch.zeros((), device=self.device)
         self.class_weight = torch.ones(LABELS, device=self.device)
         self.class_weight[0] = 0.2
-        self.meter = torch.zeros(4, device=self.device)  # losses: text, labels, spots; norm
+        self.count_weight = torch.ones(MOST_CENTRES + 1, device=self.device)
+        self.count_weight[0] = 0.02  # 32 of 33 pairs, and more, are in no token
+        self.meter = torch.zeros(5, device=self.device)  # losses: text, labels, counts, spots; norm
         self.curriculum = not args.resume  # short big text first
         self.optimizer, self.done = self.build_optimizer(), 0  # steps
         self.draw_scene, self.draw_turns = draw_scene, draw_turns
         self.write_dialogue = write_dialogue
-        self.paint, self.labels_of = paint, patch_labels
+        self.paint, self.labels_of, self.counts_of = paint, patch_labels, centre_counts
         self.compress, self.as_patches = compress, as_patches
-        self.text_loss, self.label_loss, self.spot_loss = text_loss, label_loss, spot_loss
+        self.text_loss, self.label_loss = text_loss, label_loss
+        self.count_loss, self.spot_loss = count_loss, spot_loss
         for path in stored:
             self.load_state(path)
         if args.compile:
@@ -161,15 +180,15 @@ class Trainer:
         for block in [*blocks, self.network.projector]:
             block.compile(dynamic=False)
         names = ["paint", "compress", "as_patches"]
-        names += ["text_loss", "label_loss", "spot_loss"]
+        names += ["text_loss", "label_loss", "count_loss", "spot_loss"]
         if self.args.fuse_draws:
             names += ["draw_scene", "draw_turns", "write_dialogue"]
         for name in names:
             setattr(self, name, torch.compile(getattr(self, name), dynamic=False))
 
     @torch.no_grad()
-    def compose(self) -> tuple[Tensor, Tensor, Dialogue]:
-        """Patches, their dense labels, and what is said about the pictures."""
+    def compose(self) -> tuple[Tensor, Tensor, Tensor, Dialogue]:
+        """Patches, their dense labels, the merged tokens', and what is said about the pictures."""
         scene = self.draw_scene(self.layout, self.tables, self.knobs, self.lot)
         lookup = character_lookup(scene)
         patches = len(self.layout.patch_picture_N)
@@ -178,18 +197,26 @@ class Trainer:
         image = self.compress(image, scene.quality_P, self.blocks)
         pixels = self.as_patches(image, scene, self.layout)
         dense = self.labels_of(scene, self.tables, lookup, self.layout)
+        counts = self.counts_of(scene, self.layout)
         turns = self.draw_turns(scene, self.layout, self.phrases, self.lot)
-        return pixels, dense, self.write_dialogue(turns, self.layout, self.phrases, self.lot)
+        return (
+            pixels,
+            dense,
+            counts,
+            self.write_dialogue(turns, self.layout, self.phrases, self.lot),
+        )
 
     def step(self) -> None:
         self.optimizer.zero_grad(set_to_none=True)
-        pixels, dense, said = self.compose()
+        pixels, dense, counts, said = self.compose()
         with torch.autocast(self.device, torch.bfloat16, enabled=self.device == "cuda"):
             out = self.network(pixels, said.ids, said.image_at, self.layout, self.rope)
             text = self.text_loss(self.network, out.tokens, said.labels, said.weight)
             label = self.label_loss(self.network, out.patches, dense, self.class_weight)
+            count = self.count_loss(self.network, out.features, counts, self.count_weight)
             spot = self.spot_loss(self.network, out.after, said.spots)
-        (text + self.knobs.label_weight * label + self.knobs.spot_weight * spot).backward()
+        seen, placed = self.knobs.label_weight, self.knobs.spot_weight
+        (text + seen * (label + count) + placed * spot).backward()
         norm = torch.nn.utils.clip_grad_norm_(self.network.parameters(), 1.0)
         self.optimizer.step()
         with torch.no_grad():
@@ -197,7 +224,7 @@ class Trainer:
                 if isinstance(layer.mlp, Experts):
                     nudge = torch.sign(load.mean() - load) * self.knobs.bias_rate
                     layer.mlp.e_score_correction_bias.add_(nudge)
-            self.meter.lerp_(torch.stack([text, label, spot, norm]).detach(), 0.02)
+            self.meter.lerp_(torch.stack([text, label, count, spot, norm]).detach(), 0.02)
 
     def set_schedule(self, step: int, fraction: float) -> None:
         cosine = 0.5 * (1 + math.cos(math.pi * min(1.0, fraction)))
@@ -282,10 +309,9 @@ class Trainer:
             torch.cuda.synchronize()
 
     def log(self, elapsed: float, history: list) -> None:
-        text, label, spot, norm = self.meter.tolist()
-        line = {"step": self.done, "seconds": round(elapsed, 1), "text": round(text, 4),
-                "label": round(label, 4), "spot": round(spot, 4),
-                "norm": round(norm, 3)}  # fmt: skip
+        losses = zip(("text", "label", "count", "spot", "norm"), self.meter.tolist(), strict=True)
+        line = {"step": self.done, "seconds": round(elapsed, 1)}
+        line |= {name: round(value, 4) for name, value in losses}
         history.append(line)
         print(" ".join(f"{k} {v}" for k, v in line.items()), flush=True)
 
