@@ -1,5 +1,5 @@
 """Workers of one run take turns where they must: a test marked `alone` runs while no other worker
-runs any. `scripts/check -n auto` has a worker a core; without it there are none and no turns."""
+runs any. `scripts/check` has a worker a core; a plain pytest has none and needs no turns."""
 
 import fcntl
 import os
