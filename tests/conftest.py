@@ -71,15 +71,14 @@ def pytest_configure(config: pytest.Config) -> None:
         config.option.seed = secrets.randbelow(2**31) if night else 0
 
 
-def pytest_report_header(config: pytest.Config) -> str:
-    return f"seed: {config.getoption('--seed')}"
-
-
 @pytest.fixture(autouse=True)
 def seeded(request: pytest.FixtureRequest) -> None:
-    """Draws of torch's generators are the test's own, whatever ran before it."""
+    """Draws of torch's generators are the test's own, whatever ran before it. A failure's report
+    says how to have them again."""
     checked.next_test()
-    torch.manual_seed(request.config.getoption("--seed") + zlib.crc32(request.node.nodeid.encode()))
+    seed = request.config.getoption("--seed")
+    torch.manual_seed(seed + zlib.crc32(request.node.nodeid.encode()))
+    print(f"--seed {seed}")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
