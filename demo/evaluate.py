@@ -3,14 +3,20 @@
 `python demo/evaluate.py FONT_DIR [--model vitrail/demo] [--per-task 1000]` prints the share of
 exactly right answers of each task with its 95 % Wilson interval, for fonts of training and fonts
 held out. `--part 3/16 --json FILE` does one of 16 equal parts, `--merge FILE...` adds them up.
+Where the engine is quick (`--device cuda`) it waits for pictures: `--workers 14` draw them.
 """
 
 import argparse
+import functools
+import itertools
 import json
 import math
 import random
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, field
+from multiprocessing import get_context
 from pathlib import Path
+from typing import NamedTuple
 
 from atlas import HELD_FONTS, TRAIN_FONTS, font_paths
 from pictures import TASKS, TEXT_TASKS, Sample, draw_sample
@@ -18,6 +24,7 @@ from pictures import TASKS, TEXT_TASKS, Sample, draw_sample
 from vitrail import LLM, SamplingParams
 
 CHUNK = 25  # pictures drawn from one seed
+TOGETHER = 40  # chunks that the engine is asked at once
 LOOK_ALIKES = ("O0oQ", "lI1!", "5Ss", "2Zz", "8B", "Cc", "Uu", "Vv", "Ww", "Xx", "Kk", "Pp", ".,")
 
 
@@ -54,25 +61,33 @@ def alike(said: str, meant: str) -> bool:
     )
 
 
-def draw_part(
-    directory: Path, per_task: int, seed: int, part: tuple[int, int] = (0, 1)
-) -> list[tuple[str, Sample]]:
-    """(fonts, sample) pairs of one part; the same seed draws the same pictures, whatever parts."""
-    drawn, chunk = [], 0
-    for fonts, names in (("seen", TRAIN_FONTS), ("unseen", HELD_FONTS)):
-        paths = font_paths(directory, names)
-        for task in TASKS:
-            if task not in TEXT_TASKS and fonts == "unseen":
-                continue
-            mark = fonts if task in TEXT_TASKS else "-"
-            for first in range(0, per_task, CHUNK):
-                chunk += 1
-                if chunk % part[1] != part[0]:
-                    continue
-                rng = random.Random(f"{seed} {mark} {task} {first}")
-                many = min(CHUNK, per_task - first)
-                drawn += [(mark, draw_sample(rng, task, paths)) for _ in range(many)]
-    return drawn
+class Chunk(NamedTuple):
+    """Pictures of one seed."""
+
+    fonts: str
+    task: str
+    first: int
+    many: int
+
+
+def chunks(per_task: int, part: tuple[int, int] = (0, 1)) -> list[Chunk]:
+    """The chunks of one part; the same chunk holds the same pictures, whatever parts there are."""
+    kinds = [("seen" if task in TEXT_TASKS else "-", task) for task in TASKS]
+    kinds += [("unseen", task) for task in TEXT_TASKS]
+    every = [
+        Chunk(fonts, task, first, min(CHUNK, per_task - first))
+        for fonts, task in kinds
+        for first in range(0, per_task, CHUNK)
+    ]
+    return [c for i, c in enumerate(every, 1) if i % part[1] == part[0]]
+
+
+def draw_chunk(directory: Path, seed: int, chunk: Chunk) -> list[tuple[str, Sample]]:
+    """(fonts, sample) pairs."""
+    names = {"seen": TRAIN_FONTS, "unseen": HELD_FONTS, "-": ()}[chunk.fonts]
+    paths = font_paths(directory, names)
+    rng = random.Random(f"{seed} {chunk.fonts} {chunk.task} {chunk.first}")
+    return [(chunk.fonts, draw_sample(rng, chunk.task, paths)) for _ in range(chunk.many)]
 
 
 def as_messages(sample: Sample) -> list[dict]:
@@ -93,26 +108,38 @@ def score(drawn: list[tuple[str, Sample]], answers: list[str]) -> list[Score]:
     return list(scores.values())
 
 
+def add_up(scores: dict[tuple[str, str], Score], more: list[Score]) -> None:
+    for part in more:
+        entry = scores.setdefault((part.task, part.fonts), part)
+        if entry is not part:
+            for name in ("right", "total", "look_alikes", "wrong"):
+                setattr(entry, name, getattr(entry, name) + getattr(part, name))
+
+
 def merge(paths: list[Path]) -> list[Score]:
     """The scores of several parts added up."""
     scores: dict[tuple[str, str], Score] = {}
     for path in paths:
-        for part in json.loads(path.read_text()):
-            entry = scores.setdefault((part["task"], part["fonts"]), Score(**part))
-            if entry.wrong is not part["wrong"]:
-                for name in ("right", "total", "look_alikes", "wrong"):
-                    setattr(entry, name, getattr(entry, name) + part[name])
+        add_up(scores, [Score(**part) for part in json.loads(path.read_text())])
     order = {task: i for i, task in enumerate(TASKS)}
     return sorted(scores.values(), key=lambda s: (s.fonts == "unseen", order[s.task]))
 
 
 def measure(args: argparse.Namespace) -> list[Score]:
+    """One engine answers while `workers` processes draw what is asked next."""
     part = tuple(int(n) for n in args.part.split("/"))
-    drawn = draw_part(args.fonts, args.per_task, args.seed, (part[0], part[1]))
+    todo, scores = chunks(args.per_task, (part[0], part[1])), {}
+    draw = functools.partial(draw_chunk, args.fonts, args.seed)
     llm = LLM(args.model, device=args.device, dtype=args.dtype)
     params = SamplingParams(max_tokens=48, temperature=0.0)
-    outputs = llm.chat([as_messages(sample) for _, sample in drawn], params)
-    return score(drawn, [output.outputs[0].text for output in outputs])
+    with ProcessPoolExecutor(args.workers, get_context("spawn")) as pool:
+        ahead = pool.map(draw, todo[:TOGETHER])
+        for end in range(TOGETHER, len(todo) + TOGETHER, TOGETHER):
+            drawn = list(itertools.chain.from_iterable(ahead))
+            ahead = pool.map(draw, todo[end : end + TOGETHER])
+            outputs = llm.chat([as_messages(sample) for _, sample in drawn], params)
+            add_up(scores, score(drawn, [output.outputs[0].text for output in outputs]))
+    return list(scores.values())
 
 
 def parse() -> argparse.Namespace:
@@ -124,6 +151,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--per-task", type=int, default=100)
     parser.add_argument("--seed", type=int, default=7)
     parser.add_argument("--part", default="0/1", help="which of how many equal parts, from 0")
+    parser.add_argument("--workers", type=int, default=1, help="processes that draw")
     parser.add_argument("--merge", type=Path, nargs="+", help="JSON of parts: adds them up")
     parser.add_argument("--json", type=Path, help="where the scores go as JSON")
     return parser.parse_args()
