@@ -27,8 +27,8 @@ DEMO_QUESTION = "What does the sign say?"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit codes: 0 done, 1 refused or failed, 2 bad flags (of `check`: also what it cannot tell),
-    130 interrupted."""
+    """Exit codes: 0 done, 1 refused or failed, 2 bad flags, 130 interrupted. Where 1 is a verdict
+    (`check`, `repro`, `nightly`), what is refused unseen is 2."""
     args, unknown = parser().parse_known_args(argv)
     if unknown:
         args.command.error(_unrecognized(unknown, args.command.format_help()))
@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Refused as refused:
         for finding in refused.findings:
             print(f"vitrail: {finding}", file=sys.stderr)
-        return 1
+        return args.refused
     except KeyboardInterrupt:
         return 130
 
@@ -47,6 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def parser() -> argparse.ArgumentParser:
     """The whole command line."""
     top = argparse.ArgumentParser(prog="vitrail", description="Serve vision-language models.")
+    top.set_defaults(refused=1)
     commands = top.add_subparsers(required=True, metavar="command")
     serve = commands.add_parser("serve", help="an OpenAI-compatible server")
     serve.set_defaults(run=_serve)
@@ -84,9 +85,8 @@ def parser() -> argparse.ArgumentParser:
 
 def _unrecognized(words: Sequence[str], help_text: str) -> str:
     """The words, and of each flag among them the nearest that there is."""
-    known = re.findall(r"--[a-z][a-z-]*", help_text)
-    named = [w.partition("=")[0] for w in words if w.startswith("--")]
-    nearest = [m for name in named for m in get_close_matches(name, dict.fromkeys(known), n=1)]
+    known = dict.fromkeys(re.findall(r"--[a-z][a-z-]*", help_text))
+    nearest = [m for w in words for m in get_close_matches(w.partition("=")[0], known, n=1)]
     hint = f"; the nearest is {', '.join(nearest)}" if nearest else ""
     return f"unrecognized arguments: {' '.join(words)}{hint}"
 

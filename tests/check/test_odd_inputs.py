@@ -233,7 +233,7 @@ def test_a_gpu_that_is_not_here_is_asked_for_by_name(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    assert main(["check", str(folder), "--device", "cuda"]) == 1
+    assert main(["check", str(folder), "--device", "cuda"]) == 2
     assert "--gpu h200" in capsys.readouterr().err
 
 

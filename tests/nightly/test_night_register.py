@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.nightly.tree import job, write_tree
+from vitrail.cli import main
 from vitrail.config.finding import Finding, Refused
 from vitrail.nightly.collect import GATES, collect, read_file
 from vitrail.nightly.flags import add_nightly
@@ -169,6 +170,9 @@ def test_a_call_lists_picks_and_refuses(tmp_path: Path, capsys: pytest.CaptureFi
     ):
         with pytest.raises(Refused, match=saw):
             call(*flags)
+        given = ("--root", str(root)) if "--root" not in flags else ()
+        assert main(["nightly", *given, "--list", *flags]) == 2, "1 is of a night that is red"
+        assert saw in capsys.readouterr().err
     args = parser.parse_args(["--root", str(root), "--model", "m"])
     with pytest.raises(Refused, match="both or neither"):
         args.run(args)

@@ -81,7 +81,7 @@ def test_a_file_that_is_not_there_or_a_folder_is_refused(tmp_path: Path):
     for path in (tmp_path, tmp_path / "none.json"):
         with pytest.raises(Refused, match="cannot be read"):
             read(path)
-        assert main(["repro", str(path)]) == 1
+        assert main(["repro", str(path)]) == 2
 
 
 def step(data: Data) -> Data:

@@ -463,7 +463,7 @@ def test_a_capsule_calls_no_function_but_an_op_and_no_op_with_words(
     fault = OpFault(op=op, definition=definition, arguments={"folder": str(victim)})
     made = KernelCapsule(signature="s", error="e", versions={}, gpu="", fault=fault)
     path.write_bytes(msgspec.json.encode(made))
-    assert main(["repro", str(path)]) == 1
+    assert main(["repro", str(path)]) == 2
     assert victim.exists()
     with pytest.raises(Refused, match="kernel script"):
         kernel_text(fault, ROOT, "")

@@ -232,4 +232,4 @@ def test_at_the_command_line(
     small.write_bytes(encoded(other))
     assert main(["repro", str(small)]) == 2
     assert "cannot tell: it failed on a NVIDIA H200" in capsys.readouterr().out
-    assert main(["repro", str(tmp_path / "none.json")]) == 1
+    assert main(["repro", str(tmp_path / "none.json")]) == 2

@@ -21,17 +21,12 @@ def run(
     as_json: bool,
     compiles: bool,
 ) -> int:
-    """Prints the report; its exit code. That of flags which mean nothing is 2, as of any bad flag,
-    before anything heavy is imported: nothing was told of the checkpoint."""
-    try:
-        device = None if gpu is None else find(gpu)
-        ranks = tuple(_size(size) for size in dict.fromkeys(sizes))
-        pictures = tuple(_image(text) for text in images)
-        installed = installed_releases() | dict(_release(text) for text in releases)
-    except Refused as refused:
-        for finding in refused.findings:
-            print(f"vitrail check: {finding}", file=sys.stderr)
-        return 2
+    """Prints the report; its exit code. Raises `Refused` for flags that mean nothing, before
+    anything heavy is imported."""
+    device = None if gpu is None else find(gpu)
+    ranks = tuple(_size(size) for size in dict.fromkeys(sizes))
+    pictures = tuple(_image(text) for text in images)
+    installed = installed_releases() | dict(_release(text) for text in releases)
 
     from rich.console import Console
 

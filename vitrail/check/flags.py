@@ -54,4 +54,4 @@ def add_check(
             compiles=args.compile,
         )
 
-    command.set_defaults(run=run)
+    command.set_defaults(run=run, refused=2)

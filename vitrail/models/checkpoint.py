@@ -8,7 +8,7 @@ from typing import cast
 
 from blake3 import blake3
 
-from vitrail.config.finding import Finding, Refused, accept
+from vitrail.config.finding import Refused, accept
 from vitrail.config.reader import Json, load_json, read_file, there
 from vitrail.models.gguf import ROPE_FACTORS, published_config
 from vitrail.models.registry import ARCHITECTURES
@@ -50,9 +50,9 @@ def open_checkpoint(model: str, revision: str | None = None, *, weights: bool = 
     if held and not (folder / "config.json").is_file():
         return _open_gguf(_only(held))
     if (folder / ADAPTER).is_file() and not (folder / "config.json").is_file():
-        raise Refused(_adapter(folder))
+        raise _adapter(folder)
     if not there(folder / "config.json"):
-        raise Refused(_no_config(folder))
+        raise _no_config(folder)
     config = load_json(folder / "config.json")
     generation_file = folder / "generation_config.json"
     generation = load_json(generation_file) if there(generation_file) else {}
@@ -75,26 +75,21 @@ def open_checkpoint(model: str, revision: str | None = None, *, weights: bool = 
     )
 
 
-def _adapter(folder: Path) -> Finding:
-    return Finding(
-        where=f"{folder.name}: {ADAPTER}",
-        saw="a LoRA adapter, without the model it changes",
-        rule="adapters are not served: nothing would apply it, and the base model would answer",
-        change="merge it into its base model and serve that",
-        code="lora_adapter",
-    )
+def _adapter(folder: Path) -> Refused:
+    saw, change = "a LoRA adapter, without its model", "merge it into its base model and serve that"
+    rule = "adapters are not served: nothing would apply it, and the base model would answer"
+    return Refused.because(f"{folder.name}: {ADAPTER}", saw, rule, change, "lora_adapter")
 
 
-def _no_config(folder: Path) -> Finding:
+def _no_config(folder: Path) -> Refused:
     inner = sorted(path.parent for path in folder.glob("*/config.json"))[:8]
     named = f"; there is one in {', '.join(p.name for p in inner)}" if inner else ""
-    return Finding(
-        where="config.json",
-        saw=f"no such file in {folder}{named}",
-        rule="a checkpoint's folder has its config.json, or one .gguf file",
-        change=f"give {inner[0]}" if inner else "check the path, and that its files are all there",
-        code="bad_checkpoint",
+    saw, rule = (
+        f"no such file in {folder}{named}",
+        "a checkpoint's folder has it, or one .gguf file",
     )
+    change = f"give {inner[0]}" if inner else "check the path, and that its files are all there"
+    return Refused.because("config.json", saw, rule, change, "bad_checkpoint")
 
 
 def _only(files: list[Path]) -> Path:

@@ -41,7 +41,7 @@ def add_nightly(command: argparse.ArgumentParser) -> None:
     add("--style", choices=("letters", "words"), default="letters", help="accuracy: how to ask")
     add("--at-least", type=float, default=0.0, help="accuracy: the share of right answers")
     add("pytest", nargs="*", help="after --: handed to pytest")
-    command.set_defaults(run=nightly)
+    command.set_defaults(run=nightly, refused=2)
 
 
 def nightly(args: argparse.Namespace) -> int:

@@ -26,7 +26,7 @@ def add_repro(command: argparse.ArgumentParser) -> None:
     add("--shrink", type=Path, metavar="OUT", help="write a smaller capsule that fails so too")
     add("--script", type=Path, metavar="OUT", help="write one script that fails so, shrunk first")
     add("--minutes", type=float, default=10.0, help="the most that it may take (default: 10)")
-    command.set_defaults(run=repro)
+    command.set_defaults(run=repro, refused=2)
 
 
 def repro(args: argparse.Namespace) -> int:
