@@ -271,6 +271,32 @@ def test_a_fault_of_the_device_leaves_one_before_it_ends_the_process(
     assert read(path).failed == 2
 
 
+@pytest.mark.timeout(30)
+def test_a_fault_of_the_device_that_shows_while_another_step_fails_leaves_the_engine_at_rest(
+    golden: Golden,
+):
+    llm = golden_llm()
+    engine = llm.engine
+    launch = engine.runner.launch
+
+    def lost() -> Any:
+        raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered", 700)
+
+    def faulty(plan: Any, inputs: Any) -> Any:
+        if plan.index == 3:
+            raise ValueError("the host's")
+        launched = launch(plan, inputs)
+        if plan.index == 2:
+            launched.read = lost
+        return launched
+
+    engine.runner.launch = faulty
+    with pytest.raises(torch.AcceleratorError):
+        ends(llm, [golden.prompt, {"prompt_token_ids": golden.text_ids}])
+    assert engine.idle
+    engine.rest()
+
+
 def test_one_signature_is_written_once_and_a_folder_is_bounded(
     golden: Golden, capsules: Made, tmp_path: Path
 ):

@@ -123,6 +123,19 @@ def test_c14_groups_of_answers_end_in_a_cache_for_two(tight: bool):
     assert len({tuple(rig.tokens(r.id)) for r in requests}) == 12
 
 
+def test_one_that_found_no_room_comes_in_when_its_prompt_is_another_ones_by_now():
+    rig = Rig(Setting(num_pages=11, page_size=3, max_model_len=33, max_step_tokens=20))
+    rig.add(chat("a", 18, max_tokens=12), chat("b", 18, max_tokens=1))
+    rig.launch()
+    assert rig.scheduler.num_waiting == 1, "nothing of the prompt is computed, and there is no room"
+    while rig.reason("b") is None:
+        rig.step()
+    assert rig.reason("a") is None, "it waited for the other one's end"
+    assert rig.outputs["b"][0].cached_tokens == 15
+    rig.run()
+    rig.check_outputs()
+
+
 def test_a_group_computes_its_prompt_once():
     setting = Setting(page_size=4, num_pages=100, max_step_tokens=64)
     group = [chat(f"r{i}", 9, (1, 4), 5, group="g", seed=i) for i in range(6)]

@@ -112,9 +112,9 @@ class Engine:
         if self.recorder is not None:
             self.recorder.failed(error, plan.index)
         if isinstance(error, torch.AcceleratorError):
-            lost = sorted((plan, *(each.plan for each in self._in_flight)), key=lambda p: p.index)
             self._in_flight.clear()
-            for each in lost:  # whoever holds this engine finds it at rest
+            # all that were planned, one that fails around this too: its holder finds it at rest
+            for each in self.scheduler.launched:
                 self.scheduler.fail(each, str(error))
             raise error
         log.exception("step %d failed", plan.index, exc_info=error)

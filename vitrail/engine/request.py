@@ -261,8 +261,7 @@ class Sequence:
     and pages of which the first `pages_sent` were in a plan. `held`: encoder entries of
     images[image_at:]: the one that the last chunk cut, or that is not encoded to its end. From
     `commit_at` computed tokens on, another page can be shared. `cached_tokens`: of the prompt, as
-    told to the client. `rows_sent`: prompt positions whose logits or logprobs were returned.
-    `refused_at`: free pages when it last did not fit."""
+    told to the client. `rows_sent`: prompt positions whose logits or logprobs were returned."""
 
     request: EngineRequest
     arrival: int
@@ -281,7 +280,6 @@ class Sequence:
     image_at: int = 0
     held: list[EncoderEntry] = field(default_factory=list[EncoderEntry])
     rows_sent: int = 0
-    refused_at: int = -1
 
     @property
     def may_reuse(self) -> bool:

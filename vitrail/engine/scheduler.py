@@ -77,6 +77,9 @@ class Scheduler:
         self._pool_len = manager.num_pages * manager.page_size
         self._requests: dict[str, Sequence] = {}  # all that have not ended
         self._waiting: list[Sequence] = []
+        # who did not fit last beside those that run, and how many pages were free
+        self._refused: Sequence | None = None
+        self._refused_at = -1
         self._running: list[Sequence] = []
         self._prefilling: list[Sequence] = []  # of the running ones, the rest decode
         self._decoding = Decoding(limits.max_running, limits.page_size)
@@ -103,6 +106,11 @@ class Scheduler:
     def idle(self) -> bool:
         """Nothing is left to schedule, to absorb or to drop."""
         return not (self._requests or self._flights or self._encoder.has_dropped)
+
+    @property
+    def launched(self) -> tuple[StepPlan, ...]:
+        """Plans whose results are neither absorbed nor failed, the oldest first."""
+        return tuple(flight.plan for flight in self._flights)
 
     def cache_usage(self) -> CacheUsage:
         """Pages and prefix hits, for metrics."""
@@ -301,13 +309,13 @@ class Scheduler:
         """Give the head of the queue a slot and all the pages that its known tokens and the next
         one need. False if they are not to be had: nobody behind it goes first."""
         manager = self._manager
-        if manager.free_pages <= seq.refused_at:
+        if seq is self._refused and manager.free_pages <= self._refused_at:
             return False
         handle, num_tokens = self._handles, len(seq.tokens)
         cached = manager.open(handle, seq.keys, num_tokens if seq.may_reuse else 1)
         if not manager.reserve(handle, num_tokens + 1):
             manager.close(handle)
-            seq.refused_at = manager.free_pages
+            self._refused, self._refused_at = seq, manager.free_pages
             return False
         self._handles += 1
         seq.id, seq.slot = handle, self._slots.pop()
@@ -352,6 +360,7 @@ class Scheduler:
         """A prompt's chunk is computed; with its last one comes a token."""
         first = len(seq.tokens) == seq.num_prompt
         if token is not None:
+            self._refused = None  # what is shared from now on needs no page of its own
             if first and token >= 0:
                 for member in self._groups.prompt_done(seq):
                     policy.enqueue(self._waiting, member)
@@ -474,11 +483,12 @@ class Scheduler:
             self._decoding.leave(seq)
         else:
             policy.remove(self._prefilling, seq)
+        self._refused = None
         del self._live[seq.id]
         self._manager.close(seq.id)
         for entry in seq.held:
             self._encoder.release(entry, seq.id)
         seq.held.clear()
         self._slots.append(seq.slot)
-        seq.id = seq.slot = seq.refused_at = -1
+        seq.id = seq.slot = -1
         seq.pages_sent = 0
