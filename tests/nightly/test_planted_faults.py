@@ -88,7 +88,7 @@ def test_a_tile_of_zero_rows(tmp_path: Path):
         assert fresh.run(python, path, "--fixed").returncode == 0
 
 
-@pytest.mark.suite("faults", minutes=9, owner="nightly")
+@pytest.mark.suite("faults", minutes=35, owner="nightly")
 def test_a_wrong_rope(tmp_path: Path):
     """Many tests, each by numbers of its own: the commit says that they are one."""
     jobs = ["tests/ops/test_rope.py", "tests/models/test_kimi_vl_parity.py"]
