@@ -108,7 +108,8 @@ def draw_cells(size: Tensor, box: Tensor, side: Tensor, lot: Lot) -> tuple[Tenso
     two lie in one merged token, or one where four meet.
     """
     P = len(size)
-    counts = (size / side[:, None]).long().clamp(min=1, max=16)
+    counts = (size / side[:, None]).long() - lot.chance(0.3, P, 2).long()  # room to lie anywhere
+    counts = counts.clamp(min=1, max=16)
     loose = lot.unit(P, 1) * lot.chance(0.5, P, 1)
     pitch = side[:, None] + (size / counts - side[:, None]) * loose
     start = (size - pitch * counts) * lot.unit(P, 2) * lot.chance(0.7, P, 1)
