@@ -104,11 +104,12 @@ def draw_side(size: Tensor, wanted: Tensor, lot: Lot) -> Tensor:
 def draw_cells(size: Tensor, box: Tensor, side: Tensor, lot: Lot) -> tuple[Tensor, Tensor]:
     """Centres of MAX_SHAPES cells in random order, and how many of them are free of text.
 
-    The cells fill the picture or lie close, anywhere in it: spread evenly alone, small ones would
-    lie one in each merged token, and the model would never see two in a token or one in four.
+    The cells fill the picture or lie close, anywhere in it: small shapes are hard to count where
+    two lie in one merged token, or one where four meet.
     """
     P = len(size)
-    counts = (size / side[:, None]).long().clamp(min=1, max=16)
+    counts = (size / side[:, None]).long() - lot.chance(0.3, P, 2).long()  # room to lie anywhere
+    counts = counts.clamp(min=1, max=16)
     loose = lot.unit(P, 1) * lot.chance(0.5, P, 1)
     pitch = side[:, None] + (size / counts - side[:, None]) * loose
     start = (size - pitch * counts) * lot.unit(P, 2) * lot.chance(0.7, P, 1)
