@@ -19,8 +19,11 @@ from bench.scheduler_step import PAGE_SIZE, Tables, make, result
 from vitrail.bench.compare import spread
 from vitrail.cache.manager import Manager
 from vitrail.cache.page_keys import PageKeys
+from vitrail.engine.decoding import Decoding
 from vitrail.engine.parcel import Door
-from vitrail.engine.step import StepPlan
+from vitrail.engine.request import MAX_IDS, SamplingParams
+from vitrail.engine.sampler import Sampler
+from vitrail.engine.step import Decodes, SlotSetup, StepPlan
 
 T = TypeVar("T")
 
@@ -153,6 +156,58 @@ def test_what_takes_twenty_times_as_long_is_found(name: str) -> None:
     samples = list(islice(turns(frozenset({name})), 1, 6))
     (found,) = over(samples)
     assert found.startswith(f"{name}: ")
+
+
+def least(run: Callable[[], object]) -> float:
+    return min(spent(run) for _ in range(9))
+
+
+def test_ids_that_end_requests_cost_a_step_nothing_however_many_they_are() -> None:
+    """All that 128 requests may name, each its own; one of them is sampled in every step."""
+    decoding = Decoding(RUNNING, PAGE_SIZE)
+    slots = np.arange(RUNNING)
+    rows = Decodes(np.full(RUNNING, -1), slots, np.zeros_like(slots), slots, {})
+    ids = [5, *range(10**6, 10**6 + RUNNING - 1)]
+    tokens = np.array(ids)
+    decoding._marks[:] = 9
+
+    def absorb() -> None:
+        assert decoding.absorb(rows, tokens, ids, []) == [0]
+
+    decoding._stops.update([5])
+    few = least(absorb)
+    decoding._stops.update(range(128 * MAX_IDS))
+    assert least(absorb) < 10 * few
+
+
+def test_biases_of_all_rows_are_packed_at_the_pace_of_their_copy() -> None:
+    bias = dict.fromkeys(range(MAX_IDS), 1.0)
+    params = SamplingParams(temperature=0, logit_bias=bias)
+    device = torch.device("cpu")
+    sampler, door = Sampler(RUNNING, 2 * MAX_IDS, [], device), Door(device)
+    sampler.setup(
+        [
+            SlotSetup(
+                slot=i,
+                seq=i,
+                params=params,
+                prompt_token_ids=[1],
+                output_token_ids=[],
+                stop_token_ids=frozenset(),
+                want_logits=False,
+            )
+            for i in range(RUNNING)
+        ]
+    )
+    slots, none = np.arange(RUNNING), np.zeros(RUNNING, np.int64)
+    ids = np.fromiter(bias, np.int64)
+
+    def ask() -> None:
+        assert sampler.ask(slots, lambda: np.zeros(0), none, door.parcel()).biases is not None
+
+    copy = least(lambda: [np.concatenate([ids] * RUNNING) for _ in range(3)])
+    took = least(ask)
+    assert took < 4 * copy, (took, copy)
 
 
 def test_a_busy_machine_claims_nothing() -> None:

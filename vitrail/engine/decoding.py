@@ -118,11 +118,10 @@ class Decoding:
         `others`, and what was sampled for who is gone since. The indices of these."""
         slots, after, size = rows.slots, rows.starts + 1, self._page_size
         look = (after > self._marks[slots]) | (self._ids[slots] != rows.seqs)
-        stops = self._stops.keys()
-        if not stops.isdisjoint(ids):
-            look |= np.isin(tokens, list(stops))
-        if others:
-            look[others] = True
+        # one by one: those that end somebody may be as many as there are ids
+        ends = [i for i, token in enumerate(ids) if token in self._stops]
+        if ends or others:
+            look[ends + others] = True
         (looked,) = look.nonzero()
         if len(looked):
             kept = ~look

@@ -29,6 +29,7 @@ from vitrail.ops.sampling.naive import Filters
 
 GREEDY, PLAIN, FILTERED = range(3)
 UNKNOWN, LIKELIEST, MORE = range(3)
+NO_BIAS = (np.zeros(0, np.int64), np.zeros(0, np.float32))
 
 
 class Logprobs(NamedTuple):
@@ -121,8 +122,8 @@ class Sampler:
         self._min_tokens = np.zeros(max_running, dtype=np.int64)
         self._biased = np.zeros(max_running, dtype=np.bool_)
         self._tops = np.full(max_running, -1, dtype=np.int32)
-        # ids and values of biases; ids that are masked below min_tokens
-        self._biases: list[tuple[list[int], list[float], list[int]]] = [([], [], [])] * max_running
+        # ids, int64, and values, float32: from min_tokens on, and before, where end ids are masked
+        self._biases = [(NO_BIAS, NO_BIAS)] * max_running
 
     def setup(self, setups: Sequence[SlotSetup]) -> None:
         """A new sequence enters each slot."""
@@ -146,11 +147,8 @@ class Sampler:
             )
             self._min_tokens[slot] = p.min_tokens
             self._biased[slot] = bool(p.logit_bias)
-            self._biases[slot] = (
-                list(p.logit_bias),
-                list(p.logit_bias.values()),
-                sorted(s.stop_token_ids),
-            )
+            masked = dict.fromkeys(sorted(s.stop_token_ids), -np.inf)
+            self._biases[slot] = _bias(p.logit_bias), _bias(p.logit_bias | masked)
             self._tops[slot] = -1 if p.logprobs is None else p.logprobs
             plain = factors == (1, 0, 0) and not p.logit_bias and not p.min_tokens
             greedy = plain and p.temperature == 0 and p.logprobs is None
@@ -204,20 +202,14 @@ class Sampler:
         self, slots: np.ndarray, output_index: np.ndarray, sent: Parcel
     ) -> tuple[int, int, int] | None:
         early = self._min_tokens[slots] > output_index
-        at: list[int] = []
-        ids: list[int] = []
-        values: list[float] = []
-        for row in np.flatnonzero(early | self._biased[slots]).tolist():
-            biased, by, stops = self._biases[slots[row]]
-            masked = stops if early[row] else []
-            at += [row] * (len(biased) + len(masked))
-            ids += biased + masked
-            values += by + [-np.inf] * len(masked)
-        if not at:
+        rows = np.flatnonzero(early | self._biased[slots])
+        owners = zip(slots[rows].tolist(), early[rows].tolist(), strict=True)
+        picked = [self._biases[slot][before] for slot, before in owners]
+        at = np.repeat(rows, [len(ids) for ids, _ in picked]) if picked else rows
+        if not len(at):
             return None
-        rows = sent.add(np.array(at, dtype=np.int64))
-        tokens = sent.add(np.array(ids, dtype=np.int64))
-        return rows, tokens, sent.add(np.array(values, dtype=np.float32))
+        ids, values = (np.concatenate(column) for column in zip(*picked, strict=True))
+        return sent.add(at), sent.add(ids), sent.add(values)
 
     def settle(self, asked: Asked, got: Received) -> None:
         """Rows that entered the penalty tables with this step; before anything is sampled."""
@@ -272,6 +264,11 @@ class Sampler:
             at, ids, values = (got(ticket) for ticket in asked.biases)
             x_SV.index_put_((at, ids), values, accumulate=True)
         return x_SV
+
+
+def _bias(by_id: dict[int, float]) -> tuple[np.ndarray, np.ndarray]:
+    count = len(by_id)
+    return np.fromiter(by_id, np.int64, count), np.fromiter(by_id.values(), np.float32, count)
 
 
 def _kind(p: SamplingParams) -> int:
