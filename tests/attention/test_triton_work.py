@@ -150,7 +150,7 @@ def test_more_splits_and_channels_than_a_combine_reads_at_once():
 def test_d14_any_length_any_splits_no_nan(batch):
     """Partial results are written over memory that holds NaN."""
     where = site(heads=2, kv_heads=1, dim=4, dim_v=4)
-    for first in range(1, 601, 61):
+    for first in range(1, 601, 61 * batch):
         lens = [(first + 83 * i) % 600 + 1 for i in range(batch)]
         q, k, v = packed(where, [1] * batch, lens)
         pages = paged(k, v, [1] * batch, lens, 16)

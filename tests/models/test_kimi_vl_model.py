@@ -270,7 +270,7 @@ def test_the_router_stays_fp32_in_a_bf16_model(golden: Golden) -> None:
 
 
 def test_findings_have_all_their_parts() -> None:
-    found = read_config({}, {})
+    found = read_config({"text_config": {}, "vision_config": {}}, {})
     assert isinstance(found, list)
     assert len(found) > 20
     assert all(isinstance(f, Finding) and f.saw and f.rule and f.change for f in found)

@@ -205,7 +205,7 @@ def test_the_router_is_the_definition(tokens: int, num_shared: int) -> None:
             assert (got.expert_ids.flatten()[mine] == expert).all()
 
 
-@pytest.mark.parametrize("tokens", [3, 40])
+@pytest.mark.parametrize("tokens", [3, 17])
 def test_a_mixture_is_its_router_and_its_experts(tokens: int) -> None:
     gate_up, down = weights(10, 64, 24)
     choice = Choice(top_k=3, num_shared=2, normalize=True, scaling=2.446)

@@ -70,8 +70,15 @@ def test_b40_an_engine_that_dies_mid_stream(kimi_folder: Path, http: str):
         assert not pixels.exists()
 
 
-@pytest.mark.parametrize("http", HTTP_KINDS)
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(
+    ("http", "number"),
+    [
+        ("uvicorn", signal.SIGTERM),
+        ("granian", signal.SIGINT),
+        pytest.param("uvicorn", signal.SIGINT, marks=pytest.mark.nightly),
+        pytest.param("granian", signal.SIGTERM, marks=pytest.mark.nightly),
+    ],
+)
 def test_a_signal_ends_everything(kimi_folder: Path, http: str, number: signal.Signals):
     """The answer in progress may end, longer ones are told, nothing is left behind."""
     with Served(kimi_folder, http) as server:

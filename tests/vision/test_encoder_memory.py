@@ -63,11 +63,10 @@ def test_peak_memory_is_linear_in_patches():
     assert peak([HALF], "meta") == peaks[0]
 
 
-@pytest.mark.suite("soak", minutes=3, owner="vision")
+@pytest.mark.nightly
+@pytest.mark.suite("soak", minutes=4, owner="vision")
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize(
-    "count", [1, *(pytest.param(n, marks=pytest.mark.nightly) for n in (2, 4))]
-)
+@pytest.mark.parametrize("count", [1, 2, 4])
 def test_peak_memory_is_linear_up_to_the_largest_pictures(count):
     """16,384^2 scores a picture and head: half a minute for each picture on one busy core."""
     peaks = [peak([HALF], "meta"), peak([FULL] * count)]

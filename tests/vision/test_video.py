@@ -125,7 +125,7 @@ def test_a11_a_truncated_file_is_refused_with_numbers(kind: str, share: float) -
 
 def test_damage_inside_is_refused_or_shown_never_another_error() -> None:
     whole = bytearray(encoded(20))
-    for at in range(40, len(whole), max(1, len(whole) // 60)):
+    for at in range(40, len(whole), max(1, len(whole) // 30)):
         broken = bytes(whole[:at]) + b"\xff" * 8 + bytes(whole[at + 8 :])
         codes = ["broken_video", "unsupported_video"]
         try:
